@@ -40,15 +40,15 @@ def checkpoint(parts: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def add_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], None]:
-    """Puts a folder into an empty hub cache as the repository someone/`name`, at COMMIT."""
+def add_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a folder into an empty hub cache as the repository someone/`name`, at a commit that `ref` names."""
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
-    def add(name: str, content: Path) -> None:
+    def add(name: str, content: Path, commit: str = COMMIT, ref: str = "main") -> None:
         repository = cache / f"models--someone--{name}"
-        shutil.copytree(content, repository / "snapshots" / COMMIT)
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(COMMIT)
+        shutil.copytree(content, repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / ref).write_text(commit)
 
     return add

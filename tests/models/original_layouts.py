@@ -24,15 +24,11 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "time_embed.norm": "t_embedding_norm",
         "transformer_blocks": "blocks",
         "patch_embed.proj": "x_embedder.proj.1",
-        "norm_out.linear_1": "final_layer.adaln_modulation.1",
-        "norm_out.linear_2": "final_layer.adaln_modulation.2",
+        "norm_out.linear_": "final_layer.adaln_modulation.",
         "proj_out": "final_layer.linear",
-        "norm1.linear_1": "adaln_modulation_self_attn.1",
-        "norm1.linear_2": "adaln_modulation_self_attn.2",
-        "norm2.linear_1": "adaln_modulation_cross_attn.1",
-        "norm2.linear_2": "adaln_modulation_cross_attn.2",
-        "norm3.linear_1": "adaln_modulation_mlp.1",
-        "norm3.linear_2": "adaln_modulation_mlp.2",
+        "norm1.linear_": "adaln_modulation_self_attn.",
+        "norm2.linear_": "adaln_modulation_cross_attn.",
+        "norm3.linear_": "adaln_modulation_mlp.",
         "attn1": "self_attn",
         "attn2": "cross_attn",
         "to_q": "q_proj",
@@ -65,12 +61,12 @@ def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -
         state[name.replace(parts[0], whole)] = torch.cat(values)
     for ours, theirs in _NAMES.get(family, {}).items():
         state = {name.replace(ours, theirs): value for name, value in state.items()}
-    return {prefix + name: value.contiguous().clone() for name, value in state.items()}
+    return {prefix + name: value for name, value in state.items()}
 
 
 def autoencoder_tensors(family: str, vae: Any) -> State:
     """A VAE's weights as its authors name them: of Stability's type, or of FLUX.2's."""
-    state = {name.removeprefix(VAE_PREFIX): value.contiguous().clone() for name, value in vae_tensors(vae).items()}
+    state = {name.removeprefix(VAE_PREFIX): value for name, value in vae_tensors(vae).items()}
     if family == "flux2":
         moved = {"quant_conv.": "encoder.quant_conv.", "post_quant_conv.": "decoder.post_quant_conv."}
         for old, new in moved.items():

@@ -7,12 +7,17 @@ The layout is that of sd_xl_base_1.0.safetensors: `first_stage_model.*` (LDM's V
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
 from safetensors.torch import save_file
 
 VAE, CLIP, OPEN_CLIP = "first_stage_model.", "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
+UNET = "model.diffusion_model."
+_NAMES = DIFFUSERS_TO_LDM_MAPPING
+_UNET_NAMES = _NAMES["unet"]["layers"] | _NAMES["unet"]["addition_embed_type"]
 
 
 def save_checkpoint(parts: dict, path: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -24,12 +29,12 @@ def save_checkpoint(parts: dict, path: Path, dtype: torch.dtype = torch.float32)
         CLIP + "text_model.embeddings.position_ids": torch.arange(77)[None],
         OPEN_CLIP + "logit_scale": torch.tensor(4.6),
     }
-    return _save(tensors, path, dtype)
+    return save(tensors, path, dtype)
 
 
 def save_vae(vae: torch.nn.Module, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     """The VAE alone, as sdxl_vae.safetensors has it: LDM's names without a prefix."""
-    return _save({name.removeprefix(VAE): value for name, value in vae_tensors(vae).items()}, path, dtype)
+    return save({name.removeprefix(VAE): value for name, value in vae_tensors(vae).items()}, path, dtype)
 
 
 def vae_tensors(vae: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -57,27 +62,19 @@ def _as_conv(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def open_clip_tensors(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:
-    state = {with_prefix(name): value for name, value in encoder.state_dict().items()}
-    tensors = {
-        "positional_embedding": state["text_model.embeddings.position_embedding.weight"],
-        "token_embedding.weight": state["text_model.embeddings.token_embedding.weight"],
-        "ln_final.weight": state["text_model.final_layer_norm.weight"],
-        "ln_final.bias": state["text_model.final_layer_norm.bias"],
-        "text_projection": state["text_projection.weight"].T,
-    }
+    state, names = {with_prefix(name): value for name, value in encoder.state_dict().items()}, _NAMES["openclip"]
+    tensors = {theirs: state.pop(ours) for ours, theirs in names["layers"].items()}
+    tensors["text_projection"] = tensors["text_projection"].T
     for layer in range(encoder.config.num_hidden_layers):
-        ours, theirs = f"text_model.encoder.layers.{layer}.", f"transformer.resblocks.{layer}."
         for kind in ("weight", "bias"):
-            fused = [state[f"{ours}self_attn.{name}_proj.{kind}"] for name in "qkv"]
-            tensors[f"{theirs}attn.in_proj_{kind}"] = torch.cat(fused)
-            for own, other in (
-                ("self_attn.out_proj", "attn.out_proj"),
-                ("layer_norm1", "ln_1"),
-                ("layer_norm2", "ln_2"),
-                ("mlp.fc1", "mlp.c_fc"),
-                ("mlp.fc2", "mlp.c_proj"),
-            ):
-                tensors[f"{theirs}{other}.{kind}"] = state[f"{ours}{own}.{kind}"]
+            parts = [f"text_model.encoder.layers.{layer}.self_attn.{name}_proj.{kind}" for name in "qkv"]
+            tensors[f"transformer.resblocks.{layer}.attn.in_proj_{kind}"] = torch.cat(
+                [state.pop(each) for each in parts]
+            )
+    for name, value in state.items():
+        for ours, theirs in names["transformer"].items():
+            name = name.replace(ours, theirs)
+        tensors[f"transformer.{name}"] = value
     return {OPEN_CLIP + name: value for name, value in tensors.items()}
 
 
@@ -86,28 +83,13 @@ def with_prefix(name: str) -> str:
     return name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> Path:
-    save_file(
-        {
-            name: (value.to(dtype) if value.is_floating_point() else value).contiguous().clone()
-            for name, value in tensors.items()
-        },
-        path,
-    )
+def save(tensors: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype | None = None) -> Path:
+    """Write copies of these, in their dtype or in this one."""
+    copies = {name: value.contiguous().clone() for name, value in tensors.items()}
+    save_file({name: value.to(dtype) if value.is_floating_point() else value for name, value in copies.items()}, path)
     return path
 
 
-UNET = "model.diffusion_model."
-
-_UNET_LAYERS = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-}
 _RESNET_LAYERS = {
     "norm1": "in_layers.0",
     "conv1": "in_layers.2",
@@ -125,7 +107,7 @@ def unet_tensors(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def save_unet(unet: torch.nn.Module, path: Path, dtype: torch.dtype = torch.float32, **others: torch.Tensor) -> Path:
     """The UNet in the original layout, with tensors of other parts next to it."""
-    return _save({**unet_tensors(unet), **others}, path, dtype)
+    return save({**unet_tensors(unet), **others}, path, dtype)
 
 
 def original_unet_name(unet: torch.nn.Module, name: str) -> str:
@@ -134,9 +116,8 @@ def original_unet_name(unet: torch.nn.Module, name: str) -> str:
     Stability counts all blocks from the input: `input_blocks` are conv_in, then each level's resnets and its
     downsampler; `output_blocks` are each level's resnets, the last of which has the upsampler too.
     """
-    for ours, theirs in _UNET_LAYERS.items():
-        if name == ours or name.startswith(ours + "."):
-            return theirs + name.removeprefix(ours)
+    if name in _UNET_NAMES:
+        return _UNET_NAMES[name]
     num_layers = unet.config.layers_per_block
     parts = name.split(".")
     block = 0 if parts[0] == "mid_block" else int(parts.pop(1))

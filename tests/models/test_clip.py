@@ -34,21 +34,9 @@ def test_embeddings_are_bit_equal_to_the_pipelines(text, parts, clip_skip):
         assert not ours["prompt_embeds"].requires_grad
 
 
-@pytest.mark.parametrize("clip_skip", [-1, 2])
-def test_a_clip_skip_beyond_the_layers_names_the_allowed_range(text, clip_skip):
-    with pytest.raises(ModelError, match=rf"clip_skip is {clip_skip}, but these text encoders allow 0 to 1"):
-        encode_captions(text, ["a cat"], clip_skip=clip_skip)
-
-
-def test_tokens_know_how_long_the_captions_were(text):
-    captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
-    tokens = SDXL.tokenize(text, captions)
-    uncut = [
-        [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
-        for tokenizer in (text["tokenizer"], text["tokenizer_2"])
-    ]
-    assert [each.num_tokens for each in tokens] == [max(pair) for pair in zip(*uncut, strict=True)]
-    assert {ids.shape for each in tokens for ids in each.input_ids} == {(1, 77)}
+def test_a_clip_skip_beyond_the_layers_is_refused(text):
+    with pytest.raises(ModelError, match="clip_skip is 2, but these text encoders allow 0 to 1"):
+        encode_captions(text, ["a cat"], clip_skip=2)
 
 
 def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_does():

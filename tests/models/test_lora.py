@@ -170,9 +170,7 @@ NO_FIT = r"does not fit this UNet.*to_q"
     ("form", "change", "message"),
     [
         ("diffusers", renamed("transformer_blocks.0", "transformer_blocks.7"), "have no place in it, e.g. .*s.7."),
-        ("diffusers", renamed("unet.", "transformer."), "have no place in it"),
         ("diffusers", renamed("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
-        ("diffusers", renamed("lora_A", "weight"), "tensors that are not LoRA weights"),
         ("diffusers", renamed("lora_A", "lora_embedding_A"), "does not fit"),
         ("diffusers", added("text_encoder_2.layers.0.self_attn.q_proj.lora_A.weight"), OF_ENCODERS),
         ("kohya", added("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"), OF_ENCODERS),
@@ -192,10 +190,8 @@ def test_what_does_not_fit_is_an_error_and_not_a_silent_nothing(form, change, me
 
 
 def test_what_is_no_lora_file_is_refused(adapted, tmp_path):
-    refused("some/where", r"there is no file or folder some/where")
     (tmp_path / "lora.bin").write_bytes(b"")
     refused(tmp_path / "lora.bin", "is a pickle")
-    refused(tmp_path, r"has no pytorch_lora_weights\.safetensors\. Name the file itself")
     (tmp_path / "torn.safetensors").write_bytes(b"\0" * 100)
     refused(tmp_path / "torn.safetensors", "could not be loaded")
     save_checkpoint(tmp_path / "step", model=adapted)

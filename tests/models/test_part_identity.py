@@ -1,4 +1,7 @@
-"""What counts in the identity of a part, and what does not: a key is made of it."""
+"""What counts in the identity of a part, and what does not: a key is made of it.
+
+A bit of any weight and a setting of each part: see tests/precache/test_staleness.py.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,6 @@ from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
 
 
-@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
-def test_one_flipped_bit_of_the_weights_counts(part):
-    models = LoadedModels(**(parts := tiny_parts()))
-    before = identities(models)
-    weights = next(parts[part].parameters()).data.view(torch.int32)
-    weights.view(-1)[0] ^= 1
-    after = identities(models)
-    assert [name for name in before if before[name] != after[name]] == [part]
-    assert before[part].config == after[part].config
-
-
 def test_what_counts_of_a_tokenizer(parts):
     def identity(tokenizer):
         return LoadedModels(tokenizer=tokenizer).identity("tokenizer", F32)
@@ -40,10 +32,9 @@ def test_what_counts_of_a_tokenizer(parts):
     assert identity(tokenizer) == before, "its use does not"
     tokenizer.add_tokens(["<my-style>"])
     seen = {before, identity(tokenizer)}
-    for name, value in (("pad_token", "!"), ("model_max_length", 64)):
-        setattr(tokenizer := copy.deepcopy(parts["tokenizer"]), name, value)
-        seen.add(identity(tokenizer))
-    assert len(seen) == 4
+    (tokenizer := copy.deepcopy(parts["tokenizer"])).pad_token = "!"
+    seen.add(identity(tokenizer))
+    assert len(seen) == 3
     vocab = {**parts["tokenizer"].get_vocab(), "ab": 514}
     plain, merged = (identity(CLIPTokenizer(vocab=vocab, merges=merges)) for merges in ([], [("a", "b")]))
     assert plain.weights != merged.weights and plain.config == merged.config
@@ -52,11 +43,9 @@ def test_what_counts_of_a_tokenizer(parts):
 @pytest.mark.parametrize(
     ("part", "key", "value", "counts"),
     [
-        ("vae", "act_fn", "relu", True),
         ("vae", "a_key_of_the_future", 1, False),
         ("vae", "scaling_factor", 0.5, False),
         ("vae", "up_block_types", ("UpDecoderBlock2D",), False),
-        ("text_encoder", "hidden_act", "gelu", True),
         ("text_encoder", "eos_token_id", 2, True),
         ("text_encoder", "dropout", 0.1, True),  # as keys of SDXL have it
         ("text_encoder", "transformers_version", "9", False),

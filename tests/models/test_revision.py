@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_models import save_diffusers_folder, tiny_denoiser, tiny_encoders
+from helpers.tiny_models import tiny_denoiser, tiny_folder
 
 from latentcache import LatentCache
 from latentcache.config import Config, ModelConfig
@@ -21,21 +21,15 @@ OLD, NEW = "a" * 40, "b" * 40
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def hub(tmp_path: Path, add_to_hub: Callable[..., None]) -> str:
     """A hub cache with two commits of one model, of other weights: `main` is NEW, and the tag `v1` is OLD."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    repository = tmp_path / "hub" / "models--someone--model"
-    for seed, commit, ref in ((1, OLD, "v1"), (2, NEW, "main")):
-        family = "sd15" if commit == OLD else "sdxl"
-        folder = save_diffusers_folder(tiny_encoders(family, seed), tmp_path / commit, family)
-        unet = tiny_denoiser(family)
-        torch.nn.init.constant_(unet.conv_in.bias, seed)
+    for number, family, commit, ref in ((1, "sd15", OLD, "v1"), (2, "sdxl", NEW, "main")):
+        folder, unet = Path(shutil.copytree(tiny_folder(family), tmp_path / commit)), tiny_denoiser(family)
+        torch.nn.init.constant_(unet.conv_in.bias, number)
         unet.save_pretrained(folder / "unet")
-        settings = {"_class_name": "DDIMScheduler", "beta_start": seed / 1000}
+        settings = {"_class_name": "DDIMScheduler", "beta_start": number / 1000}
         (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
-        shutil.copytree(folder, repository / "snapshots" / commit)
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / ref).write_text(commit)
+        add_to_hub("model", folder, commit, ref)
     return "someone/model"
 
 

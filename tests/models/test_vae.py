@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling, latents_from_moments
 from latentcache.families.sdxl import FAMILY as SDXL
-from latentcache.models.vae import VaeFacts, encode_images, keep_output, problems, text_dtype, vae_dtype
+from latentcache.models.vae import VaeFacts, encode_images, keep_output, text_dtype, vae_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
@@ -83,32 +83,10 @@ def test_draws_from_stored_moments_are_those_of_diffusers(shape, dtype):
     assert torch.equal(drawn, posterior.sample(torch.Generator().manual_seed(1)))
 
 
-def test_problems_name_what_is_wrong_with_each_item():
-    outputs = torch.randn(5, 4, 2, 2)
-    outputs[1, 0, 0, 0] = torch.nan
-    outputs[2, 3, 1, 1] = -torch.inf
-    outputs[3] = 0
-    outputs[4, 0] = 0
-    assert problems(outputs) == [None, "nan", "inf", "all-zero", None]
-
-
-@pytest.mark.parametrize(
-    ("requested", "upcast", "device", "expected"),
-    [
-        ("auto", False, CPU, torch.float32),
-        ("auto", True, CUDA, torch.float32),
-        ("auto", False, CUDA, torch.float16),
-        ("float16", True, CUDA, torch.float16),
-        ("bfloat16", True, CUDA, torch.bfloat16),
-    ],
-)
-def test_the_dtype_of_the_vae_comes_with_its_reason(requested, upcast, device, expected):
-    dtype, reason = vae_dtype(requested, VaeFacts(Scaling(), upcast, 4, 8), device)
-    assert dtype is expected
-    assert ("force_upcast" in reason) == (device == CUDA and requested != "bfloat16")
-
-
-def test_the_dtype_of_the_text_encoders():
+def test_a_dtype_is_as_it_is_asked_for_or_follows_from_the_device():
+    """Of a VAE that is asked for none: see tests/sim/test_vae_dtype_on_device.py."""
+    for name in ("float16", "bfloat16"):
+        assert vae_dtype(name, VaeFacts(Scaling(), True, 4, 8), CUDA)[0] is getattr(torch, name)
     assert text_dtype("auto", SDXL, CPU)[0] is torch.float32
     assert text_dtype("auto", SDXL, CUDA)[0] is torch.float16
     assert text_dtype("bfloat16", SDXL, CUDA)[0] is torch.bfloat16
