@@ -15,12 +15,10 @@ from helpers.tiny_models import randomised, save_diffusers_folder, tiny_encoders
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ModelConfig
-from latentcache.config_file import parse_config
-from latentcache.errors import ConfigError, ModelError, StoreError
+from latentcache.errors import ModelError
 from latentcache.families import family_named
 from latentcache.families.anima import Anima, conditioned
 from latentcache.families.base import MASK
-from latentcache.interop.formats import webdataset
 from latentcache.loading.choices import DropoutTo
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader
@@ -28,7 +26,6 @@ from latentcache.precache.run import run_precache
 
 ANIMA, STATES = cast(Anima, family_named("anima")), family_named("anima-states")
 F32 = torch.float32
-TAGS = "red cat, small table, warm light, two cats"
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +33,16 @@ def parts() -> dict[str, Any]:
     return tiny_model("anima")
 
 
-def encoded(parts: dict[str, Any], *texts: str, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded(parts: dict[str, Any], *texts: str) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        made = ANIMA.encode_text(parts, ANIMA.tokenize(parts, texts), ANIMA.text_recipe(**settings))
+        made = ANIMA.encode_text(parts, ANIMA.tokenize(parts, texts), ANIMA.text_recipe())
     return made["prompt_embeds"], made[f"prompt_embeds{MASK}"]
 
 
-def test_rows_that_are_not_stored_are_the_zeros_that_follow(parts: dict[str, Any]) -> None:
+def test_an_empty_text_without_a_token_of_qwen3_has_the_rows_that_it_has_alone(parts: dict[str, Any]) -> None:
+    """In a batch with others its rows of Qwen3 are all masked. Rows that are not stored are zeros."""
     embeds, mask = encoded(parts, *TEXTS, "")
-    assert embeds.shape[:2] == mask.shape == (len(TEXTS) + 1, 512)
-    assert mask.sum(1).tolist() == [len(parts["t5_tokenizer"](text).input_ids) for text in (*TEXTS, "")]
     assert not embeds[~mask].any() and embeds[mask].abs().sum(-1).min() > 0
-    rule = ANIMA.padding("prompt_embeds", ANIMA.text_recipe())
-    assert rule is not None and (rule.length, rule.side, rule.value) == (512, "right", 0.0)
-    # The empty text has no token of Qwen3. In a batch with others its rows of Qwen3 are all masked.
     alone, mask = encoded(parts, "")
     assert len(parts["tokenizer"]("").input_ids) == 0 and mask.sum() == 1 and torch.isfinite(alone).all()
     torch.testing.assert_close(embeds[-1:], alone, rtol=0, atol=1e-5)
@@ -62,14 +55,6 @@ def test_a_tokenizer_that_pads_on_the_left_is_refused(name: str, parts: dict[str
     with pytest.raises(ModelError, match=f"{name}: it pads on the left.*Set its padding_side to 'right'") as caught:
         encoded(parts, *TEXTS)
     assert caught.value.part == name
-
-
-def test_the_number_of_tokens_is_that_of_the_tokenizer_which_cuts_first(parts: dict[str, Any]) -> None:
-    many, few = "\N{SNOWMAN}" * 9, "cat"  # bytes of Qwen3's, and one unknown word of T5's
-    counts = [[len(parts[name](text).input_ids) for name in ("tokenizer", "t5_tokenizer")] for text in (many, few)]
-    assert counts[0][0] > counts[0][1] and counts[1][0] != counts[1][1]
-    assert [each.num_tokens for each in ANIMA.tokenize(parts, (many, few))] == [*map(max, counts)]
-    assert not torch.equal(encoded(parts, many, max_length=4)[0], encoded(parts, many)[0])
 
 
 def test_parts_that_lie_elsewhere_are_read_from_there(tmp_path: Path) -> None:
@@ -90,38 +75,22 @@ def test_parts_that_lie_elsewhere_are_read_from_there(tmp_path: Path) -> None:
     for part in ANIMA.parts:
         assert found.identity(part, F32) == expected.identity(part, F32), part
     assert found.vae_facts() == expected.vae_facts()
-    (other / "its_text_encoder").rename(other / "gone")
-    with pytest.raises(ModelError, match=r"text_encoder: .* has no folder its_text_encoder"):
-        ModelLoader(str(model), family=ANIMA).text_encoders(F32)
     place("text_encoder", pretrained_model_name_or_path="someone/none")
     with pytest.raises(ModelError, match="someone/none is not on this machine") as caught:
         ModelLoader(str(model), family=ANIMA).text_encoders(F32)
     assert caught.value.part == "text_encoder"
 
 
-def test_a_package_that_the_denoiser_needs_is_named_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(ANIMA), "denoiser_needs", "torchvision_of_nobody")
-    with pytest.raises(
-        ModelError, match=r"transformer: diffusers\.CosmosTransformer3DModel needs torchvision_of_nobody\. Install"
-    ):
-        load_denoiser("/no/such/folder", dtype=F32, model=ModelConfig(path=tiny_folder("anima")))
-
-
-def config_of(folder: Path, model: str = "", family: str = "anima-states", **captions: Any) -> Config:
-    given = family_config(folder).model_dump(mode="json")
-    given["model"] |= {"path": model or tiny_folder("anima"), "family": family}
-    given["datasets"][0]["captions"] |= captions
-    return parse_config(given)
+def config_of(folder: Path, model: str = "", family: str = "anima-states") -> Config:
+    return family_config(folder, {"model": {"path": model or tiny_folder("anima"), "family": family}})
 
 
 @pytest.mark.parametrize("dropout_to", ["empty", "zeros"])
-def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_dropped_captions(dropout_to: DropoutTo, tmp_path: Path, parts: dict[str, Any]) -> None:
     """A dropped caption is the empty text, whose row is not zero, or zeros in all rows, as OneTrainer has it."""
-    config = config_of(tmp_path, family="anima", variants=3, shuffle=True)
-    for path in (tmp_path / "photos").glob("*.txt"):
-        path.write_text(TAGS)
+    config = config_of(tmp_path, family="anima")
     assert run_precache(config).num_refused == 0
-    dataset = LatentDataset(config.cache, "photos", caption="random", caption_dropout=0.5, dropout_to=dropout_to)
+    dataset = LatentDataset(config.cache, "photos", caption_dropout=0.5, dropout_to=dropout_to)
     loader = LatentLoader(BucketBatchSampler(dataset, 3, seed=0), device="cpu", dtype=F32, scaled=True)
     seen: dict[str, int] = {}
     for batch in islice(loader.forever(), 8):
@@ -129,13 +98,12 @@ def test_tag_variants_and_dropped_captions(dropout_to: DropoutTo, tmp_path: Path
         for text, embeds, mask in rows:
             if text or dropout_to == "empty":
                 [expected], [own] = encoded(parts, text)
-                # Where its file lies in memory decides how a matrix is multiplied by one row.
-                assert torch.equal(mask, own) and (embeds - expected).abs().max() <= (0 if text else 1e-6)
+                # It was encoded with others, and where its file lies in memory decides how a matrix is multiplied.
+                assert torch.equal(mask, own) and (embeds - expected).abs().max() <= 1e-5
             else:
                 assert embeds.shape == (512, 16) and not embeds.any() and not mask.any()
             seen[text] = seen.get(text, 0) + 1
     assert 5 < seen.pop("") < 19 and len(seen) == 3, seen
-    assert {frozenset(text.split(", ")) for text in seen} == {frozenset(TAGS.split(", "))}
     # Without a loader: one visit, whose text is padded by the dataset.
     dropped = LatentDataset(config.cache, "photos", caption_dropout=1.0, dropout_to=dropout_to)
     batch = dropped.collate([dropped[0], dropped[1]])
@@ -223,8 +191,6 @@ def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(states: Config, 
     assert batch["caption"] == ["", ""] and batch["t5_ids"].tolist() == [[1], [1]]
     assert batch["qwen_embeds"].shape == (2, 1, 16) and not batch["qwen_embeds"].any()
     assert batch[f"qwen_embeds{MASK}"].all() and batch[f"t5_ids{MASK}"].all()
-    with pytest.raises(StoreError, match="zeros"):
-        LatentDataset(states.cache, "photos", caption_dropout=1.0, dropout_to="zeros")
     denoiser = load_denoiser(dtype=F32, model=states.model)
     mixed = LatentDataset(states.cache, "photos", caption_dropout=0.5)
     loader = LatentLoader(BucketBatchSampler(mixed, 3, seed=0), device="cpu", dtype=F32, scaled=True)
@@ -232,8 +198,3 @@ def test_a_dropped_caption_is_the_empty_text_of_the_conditioner(states: Config, 
         found = STATES.conditions(denoiser, torch.zeros(3, 16, 1, 8, 8), batch)["encoder_hidden_states"]
         for text, own in zip(batch["caption"], found, strict=True):
             torch.testing.assert_close(own, encoded(parts, text)[0][0], rtol=0, atol=1e-5)
-
-
-def test_shards_have_no_place_for_states(states: Config, tmp_path: Path) -> None:
-    with LatentCache(states.cache) as cache, pytest.raises(ConfigError, match="family anima-states"):
-        webdataset.export(cache, "photos", tmp_path / "shards")

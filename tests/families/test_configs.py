@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers.family_runs import SIDE, guidance_with_negative
-from helpers.photo_files import write_clip, write_photo
+from helpers.family_runs import SIDE, guidance_with_negative, write_samples
 from helpers.tiny_models import tiny_folder, tiny_model, without_torchvision
 
 from latentcache import LatentCache, ValidationRunner, validate
@@ -59,14 +58,10 @@ def test_each_family_has_a_complete_config(name: str) -> None:
 
 
 def small_config(name: str, folder: Path) -> Config:
-    """The family's config, for two photos or clips, which both datasets have, and for its tiny model."""
+    """The family's config, for three photos or clips, which both datasets have, and for its tiny model."""
     family = family_named(name)
-    for number, text in enumerate(("cat", "a red cat on the table")):
-        write = write_clip if family.clip_condition else write_photo
-        photo = write(folder / "photos" / f"{number}.png", number, (SIDE, SIDE))
-        photo.with_suffix(".txt").write_text(text)
-        write_photo(folder / "controls" / photo.name, 2 + number, (SIDE, SIDE))
-    dataset: dict[str, Any] = {"source": {"path": str(folder / "photos")}, "images": {"min_side": 16}}
+    photos = write_samples(folder, with_clips=bool(family.clip_condition))
+    dataset: dict[str, Any] = {"source": {"path": str(photos)}, "images": {"min_side": 16}}
     dataset["buckets"] = {"area": SIDE * SIDE, "step": 16}
     if family.text_reads_control:
         dataset["control"] = [{"path": str(folder / "controls")}]
@@ -96,7 +91,7 @@ def test_its_tiny_model_is_cached_validated_and_trained(
     is_trained = name in TRAINED
     cached = config.model_copy(update={"datasets": config.datasets[:1]}) if is_trained else config
     report = run_precache(cached)
-    assert not report.refused and report.num_samples == 2 * len(cached.datasets)
+    assert not report.refused and report.num_samples == 3 * len(cached.datasets)
     assert report.placement["family"].startswith(f"{name}: ")
     with LatentCache(config.cache, manifest=config.datasets[0].name) as cache:
         batch = cache.batch(["0.png", "1.png"], device="cpu")
@@ -106,7 +101,7 @@ def test_its_tiny_model_is_cached_validated_and_trained(
             with_encoders = ValidationRunner(tiny_model(name), cache, config).run(3)
         assert with_encoders is not None and with_encoders.num_filled == 0, "the same photos are in the training set"
     found = validate(config).report  # without any encoder
-    assert found.loss is not None and found.loss.loss.num == 2 and not found.loss.skipped
+    assert found.loss is not None and found.loss.loss.num == 3 and not found.loss.skipped
     assert len(found.images) == len(config.validation.prompts)
     for sample in found.images:
         assert sample.image.size == (SIDE, SIDE) and len(sample.image.getcolors(SIDE**2) or ()) > 10

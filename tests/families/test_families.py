@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
-from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, guidance_with_negative, recorded
+from helpers.family_runs import TEXTS, FamilyRun, equal, family_run, guidance_with_negative, recorded
 from helpers.loss_cases import noise_of, timestep_of
-from helpers.tiny_models import randomised, whole_pipeline
+from helpers.tiny_models import randomised
 
 from latentcache.config import ValidationConfig
 from latentcache.errors import ModelError
@@ -27,17 +27,26 @@ GRADIENTS = {"krea2": 2e-6}
 """Largest difference of a gradient from that of live encoding. Of all others there is none."""
 
 
-def test_the_denoiser_gets_what_its_pipeline_gives_it(run: FamilyRun) -> None:
+def test_the_denoiser_gets_and_learns_what_it_does_with_its_pipeline(run: FamilyRun) -> None:
     check_first_call(run)
+    check_training_step(run)
 
 
-def test_a_denoiser_without_guidance_gets_none(tmp_path: Path) -> None:
-    """FLUX.1 schnell, whose texts have 256 rows."""
-    run = family_run(tmp_path, "flux", max_length=256)
-    config = {**run.denoiser.config, "guidance_embeds": False}
-    run.parts["transformer"] = randomised(type(run.denoiser).from_config(config), 1).eval().requires_grad_(False)
+@pytest.mark.parametrize(
+    ("name", "settings", "of_denoiser"),
+    [
+        ("flux", {"max_length": 256}, {"guidance_embeds": False}),  # FLUX.1 schnell
+        ("qwen-image-edit", {}, {"zero_cond_t": True}),  # 2511: control images at timestep 0, found by their shapes
+    ],
+)
+def test_a_denoiser_with_other_settings_gets_what_they_ask_for(
+    name: str, settings: dict[str, Any], of_denoiser: dict[str, Any], tmp_path: Path
+) -> None:
+    run = family_run(tmp_path, name, **settings)
+    run.parts["transformer"] = type(run.denoiser).from_config(run.denoiser.config, **of_denoiser).eval()
+    randomised(run.denoiser, 1).requires_grad_(False)
     check_first_call(run)
-    assert run.batch(PAIR)["prompt_embeds"].shape[1] == 256
+    assert name != "flux" or run.batch(PAIR)["prompt_embeds"].shape[1] == 256
     run.cache.close()
 
 
@@ -93,24 +102,6 @@ def through_encode_prompt(run: FamilyRun, texts: list[str]) -> dict[str, Any]:
     with pytest.raises(ModelError, match="takes no cached texts together with images"):
         run.family.pipeline_kwargs(batch, None)
     return run.prompts(texts, [""])
-
-
-def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    kwargs = run.prompts(TEXTS[:1], [""]) | run.family.guidance_kwargs(guidance_with_negative(run.family))
-    decoded, decode = [], run.pipeline.vae.decode
-    monkeypatch.setattr(
-        run.pipeline.vae, "decode", lambda z, *args, **rest: (decoded.append(z), decode(z, *args, **rest))[1]
-    )
-    run.generate(run.pipeline, **kwargs)
-    vae = None if run.has_pictures else run.pipeline.vae  # which encodes a picture
-    without_vae = whole_pipeline(run.family, **{name: part for name, part in run.parts.items() if part is not vae})
-    latents = run.generate(without_vae, **kwargs, output_type="latent")
-    found = run.scaling.undo(run.family.final_latents(latents, SIDE, SIDE))
-    assert torch.equal(found, decoded[0])
-
-
-def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
-    check_training_step(run)
 
 
 def check_training_step(run: FamilyRun) -> None:
@@ -183,17 +174,18 @@ def test_the_validation_loss_is_that_of_live_encoding(run: FamilyRun) -> None:
 
 
 def test_padding_does_not_change_what_the_denoiser_predicts(run: FamilyRun) -> None:
-    """In a batch with longer texts, and alone."""
-    noisy = torch.randn(run.latent_shape(len(TEXTS)), generator=generator())
+    """In a batch with longer and shorter texts, and alone."""
+    texts = (TEXTS[1], TEXTS[2], TEXTS[0])  # neither sorted by length nor when that is undone in the wrong direction
+    noisy = torch.randn(run.latent_shape(len(texts)), generator=generator())
     timesteps = torch.tensor([812.0, 455.0, 230.0])
     with torch.no_grad():
-        together = run.family.predict(run.denoiser, noisy, timesteps, run.batch(TEXTS))
-        for number, text in enumerate(TEXTS):
+        together = run.family.predict(run.denoiser, noisy, timesteps, run.batch(texts))
+        for number, text in enumerate(texts):
             part = slice(number, number + 1)
             alone = run.family.predict(run.denoiser, noisy[part], timesteps[part], run.batch([text]))
             # The order of additions may differ: measured 1e-5 at most.
             torch.testing.assert_close(alone, together[part], rtol=0, atol=3e-5)
-        other = run.family.predict(run.denoiser, noisy, timesteps, run.batch(TEXTS[::-1]))
+        other = run.family.predict(run.denoiser, noisy, timesteps, run.batch(texts[::-1]))
     assert (other - together).abs().max() > 1e-2, "the text reaches the output"
 
 

@@ -15,7 +15,6 @@ from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config, ValidationConfig
-from latentcache.config_file import parse_config
 from latentcache.families import family_named
 from latentcache.families.base import Family
 from latentcache.precache.run import run_precache
@@ -32,28 +31,26 @@ LAYOUTS = ("sdxl", "flux2", "wan", "qwen-image-21")
 """One family for each layout of latents: what a mask does to a loss depends on nothing else of it."""
 
 
-def losses_by_hand(predicted: torch.Tensor, target: torch.Tensor, names: list[str], downscale: int) -> list[float]:
-    """Of each of these samples, in double precision, on latents as the VAE has them."""
-    errors, rows = (predicted.detach() - target).double().square(), SIDE // downscale
+def loss_by_hand(predicted: torch.Tensor, target: torch.Tensor, downscale: int) -> float:
+    """Of the mixed sample, in double precision, on latents as the VAE has them."""
+    errors, rows = (predicted - target).double().square(), SIDE // downscale
     if errors.shape[-1] != rows:
         errors = diffusers.Flux2Pipeline._unpatchify_latents(errors)
-    pixels = np.stack([MASKS[name] for name in names]).reshape(-1, 1, rows, downscale, rows, downscale)
-    weights = torch.from_numpy(np.floor(pixels.mean(axis=(3, 5)) + 0.5) / 255)
-    return (errors.reshape(len(names), -1, rows, rows) * weights).mean(dim=(1, 2, 3)).tolist()
+    weights = np.floor(MASKS[MIXED].reshape(rows, downscale, rows, downscale).mean(axis=(1, 3)) + 0.5) / 255
+    return float((errors.reshape(-1, rows, rows) * torch.from_numpy(weights)).mean())
 
 
 @pytest.fixture(params=LAYOUTS, scope="module")
 def cached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Any, Config]:
     """The family, its tiny parts, and a config of the photos with masks and without."""
     folder, family = tmp_path_factory.mktemp("masked"), family_named(request.param)
-    given = family_config(folder).model_dump(mode="json")
     (folder / "masks").mkdir()
     for name, pixels in MASKS.items():
         Image.fromarray(pixels).save(folder / "masks" / name)
-    [photos] = given["datasets"]
-    given["datasets"] = [{**photos, "name": "masked", "mask": {"path": str(folder / "masks")}}, photos]
-    given["model"]["path"] = tiny_folder(family.name)
-    parts, config = tiny_model(family.name), parse_config(given)
+    model, masked = {"model.path": tiny_folder(family.name)}, {"name": "masked", "mask": {"path": folder / "masks"}}
+    config = family_config(folder, {**model, **{f"datasets.0.{name}": value for name, value in masked.items()}})
+    datasets = (*config.datasets, *family_config(folder).datasets)
+    parts, config = tiny_model(family.name), config.model_copy(update={"datasets": datasets})
     report = run_precache(config, models=loaded_models(family, parts))
     assert report.num_refused == 0 and report.misses_by_reason["mask: new"] == 3
     return family, parts, config
@@ -75,7 +72,7 @@ def test_the_validation_loss_counts_as_its_masks_say(cached: tuple[Family, Any, 
     with torch.no_grad():
         noisy = schedule.noised(latents, noise, at)
         predicted = family.predict(denoiser, noisy, schedule.timesteps[at], batch)
-    [expected] = losses_by_hand(predicted, schedule.target(latents, noise, at), [MIXED], family.latent.downscale)
+    expected = loss_by_hand(predicted, schedule.target(latents, noise, at), family.latent.downscale)
     assert found["masked"][MIXED] == pytest.approx(expected, rel=1e-6)
     assert found["masked"][MIXED] < 0.6 * found["photos"][MIXED]
     assert in_one_batch["masked"] == pytest.approx(found["masked"], rel=1e-4)
@@ -84,25 +81,20 @@ def test_the_validation_loss_counts_as_its_masks_say(cached: tuple[Family, Any, 
 def test_the_training_loss_counts_as_its_masks_say(
     cached: tuple[Family, Any, Config], script: Any, tmp_path: Any
 ) -> None:
-    family, _, config = cached
+    """By the same function, in each layout."""
+    _, _, config = cached
     config = config.model_copy(update={"datasets": config.datasets[:1]})
     training = script.Training(config, script.Options(rank=2, batch_size=3, out=tmp_path / "lora", device="cpu"))
     with training.loader as loader:
         batch = next(iter(loader))
-    mask, latents, state = batch["mask"], batch["latents"], training.generator.get_state()
+    state = training.generator.get_state()
 
-    def loss(given: dict[str, Any]) -> float:
+    def loss(**changed: torch.Tensor) -> float:
         training.generator.set_state(state)
-        return training.loss(given).item()
+        found: float = training.loss({**batch, **changed}).item()
+        return found
 
-    without = {name: value for name, value in batch.items() if name != "mask"}
-    assert loss({**batch, "mask": torch.full_like(mask, 255)}) == loss(without), "to the last bit"
-    assert loss({**batch, "mask": torch.zeros_like(mask)}) == 0
-    training.generator.set_state(state)
-    noise = torch.randn(latents.shape, generator=training.generator)
-    index = training.schedule.draw(family.timesteps, len(latents), training.generator)
-    noisy, timesteps = training.schedule.noised(latents, noise, index), training.schedule.timesteps[index]
-    predicted = family.predict(training.denoiser, noisy, timesteps, batch)
-    target = training.schedule.target(latents, noise, index)
-    expected = losses_by_hand(predicted, target, batch["sample_id"], family.latent.downscale)
-    assert 0 < loss(batch) == pytest.approx(sum(expected) / 3, rel=1e-6)
+    whole = loss(mask=torch.full_like(batch["mask"], 255))
+    assert loss(mask=torch.zeros_like(batch["mask"])) == 0 < loss() < 0.6 * whole
+    del batch["mask"]
+    assert loss() == whole, "to the last bit"

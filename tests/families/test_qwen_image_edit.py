@@ -1,11 +1,10 @@
 """Qwen-Image-Edit and Qwen-Image 2.1 as an editor: texts that are read with control images.
 
-What the denoiser gets of control images is in test_control_latents.py.
+What encoder and denoiser get of control images is in test_families.py.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.family_runs import CONTROL, SIDE, TEXTS, family_config, family_run, loaded_models
+from helpers.family_runs import CONTROLS, TEXTS, family_config, family_run, loaded_models
 from helpers.photo_files import write_photo
 from helpers.tiny_models import tiny_folder, tiny_model
-from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.models.model_loader import ModelLoader
@@ -30,7 +27,6 @@ from latentcache.precache.workspace import open_workspace
 from latentcache.service.miss_encoder import MissEncoder
 
 EDIT, EDIT_21 = family_named("qwen-image-edit"), family_named("qwen-image-21-edit")
-PIPELINE = importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")
 
 
 @pytest.fixture(scope="module")
@@ -38,62 +34,33 @@ def parts() -> dict[str, Any]:
     return tiny_model(EDIT.name)
 
 
-def picture(seed: int, height: int = 64, width: int = 96) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def encoded(parts: dict[str, Any], texts: list[str], images: list[list[np.ndarray]]) -> list[torch.Tensor]:
-    """The rows of each text."""
+def encoded(family: Any, parts: dict[str, Any], *texts: str) -> torch.Tensor:
+    """The rows of each text, read with one picture where the family does so."""
+    tokens = family.tokenize(parts, texts)
+    if family.text_reads_control:
+        tokens = family.tokenize_with_control(parts, texts, [[np.full((64, 96, 3), 99, np.uint8)]] * len(texts))
     with torch.no_grad():
-        made = EDIT.encode_text(parts, EDIT.tokenize_with_control(parts, texts, images), EDIT.text_recipe())
-    return [rows[mask] for rows, mask in zip(made["prompt_embeds"], made["prompt_embeds_mask"], strict=True)]
+        made: torch.Tensor = family.encode_text(parts, tokens, family.text_recipe())["prompt_embeds"]
+    return made
 
 
-def test_the_recipe_is_that_of_the_pipeline(parts: dict[str, Any]) -> None:
-    pipeline, recipe = EDIT.pipeline(**parts), EDIT.text_recipe()
-    assert recipe["num_dropped"] == pipeline.prompt_template_encode_start_idx
-    assert recipe["control_area"] == PIPELINE.CONDITION_IMAGE_SIZE
-    assert recipe["control_resample"] == pipeline.image_processor.config.resample
-    prefix = pipeline.prompt_template_encode.partition("{}")[0]
-    assert len(parts["processor"].tokenizer(prefix).input_ids) == recipe["num_dropped"]
-    # In diffusers 0.42.1 the encoder does not learn which tokens are of images.
+def test_the_recipe_says_how_the_encoder_numbers_the_tokens_of_images(parts: dict[str, Any]) -> None:
+    """In diffusers 0.42.1 the encoder does not learn which they are."""
     given = dict[str, Any]()
     hook = parts["text_encoder"].model.register_forward_pre_hook(
         lambda module, args, options: given.update(options), with_kwargs=True
     )
-    encoded(parts, ["cat"], [[picture(0)]])
+    encoded(EDIT, parts, "cat")
     hook.remove()
     gets_types = given["mm_token_type_ids"] is not None
-    assert recipe["image_positions"] == ("rows and columns" if gets_types else "text")
+    assert EDIT.text_recipe()["image_positions"] == ("rows and columns" if gets_types else "text")
 
 
-def test_texts_are_read_with_their_pictures_as_the_whole_pipeline_does_it(
-    parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pipeline's own call: with one control image, and with two of other shapes."""
-    monkeypatch.setattr(PIPELINE, "VAE_IMAGE_SIZE", SIDE**2)
-    pipeline, given = EDIT.pipeline(**parts), []
-    encode = pipeline.encode_prompt
-    monkeypatch.setattr(
-        pipeline, "encode_prompt", lambda *args, **rest: (made := encode(*args, **rest), given.append(made))[0]
-    )
-    images = [[picture(0)], [picture(1, 128, 64), picture(2, 64, 64)]]
-    texts = ["cat", "a red cat on the table"]
-    for text, group in zip(texts, images, strict=True):
-        shown: Any = [Image.fromarray(each) for each in group]
-        pipeline(shown, text, height=SIDE, width=SIDE, num_inference_steps=1, output_type="latent")
-    together = encoded(parts, texts, images)
-    for number, (live, mask) in enumerate(given):
-        alone = encoded(parts, texts[number : number + 1], images[number : number + 1])
-        assert mask is None and torch.equal(together[number], live[0]) and torch.equal(alone[0], live[0])
-    # 196 rows of a picture of 384x384, and those of the words.
-    assert 196 < len(together[0]) < 196 + 40 < 2 * 196 < len(together[1])
-
-
-@pytest.mark.parametrize("text", ["a <|image_pad|>cat", "<|video_pad|>a cat<|image_pad|>"])
-def test_a_caption_that_names_a_placeholder_is_read_without_it(parts: dict[str, Any], text: str) -> None:
-    assert EDIT.rendered(parts, text) == EDIT.rendered(parts, "a cat")
-    assert torch.equal(*encoded(parts, [text, "a cat"], [[picture(0)]] * 2))
+@pytest.mark.parametrize("name", [EDIT.name, "qwen-image-21"])
+def test_a_caption_that_names_a_placeholder_is_read_without_it(name: str) -> None:
+    family, parts, texts = family_named(name), tiny_model(name), ["<|video_pad|>a cat<|image_pad|>", "a cat"]
+    assert family.rendered(parts, texts[0]) == family.rendered(parts, texts[1])
+    assert torch.equal(*encoded(family, parts, *texts))
 
 
 def test_entries_have_the_slots_of_their_images_as_integers(tmp_path: Path) -> None:
@@ -101,7 +68,15 @@ def test_entries_have_the_slots_of_their_images_as_integers(tmp_path: Path) -> N
     batch = run.batch(TEXTS)
     assert batch["image_slots"].dtype == torch.int32 and batch["prompt_embeds"].dtype == torch.bfloat16
     live = EDIT_21.encode_text(run.parts, run.tokenized(TEXTS), run.encodings.text.settings)
-    assert torch.equal(batch["image_slots"].long(), live["image_slots"]) and batch["image_slots"].shape == (3, 1)
+    assert torch.equal(batch["image_slots"].long(), live["image_slots"]) and batch["image_slots"].shape == (3, 2)
+    # Texts that were read with other images are refused.
+    fewer = {name: value for name, value in batch.items() if name != "control_latents_2"}
+    with pytest.raises(ModelError, match=r"read with 2 control images, but the batch has 1\. Run `latentcache prec"):
+        EDIT_21.predict(run.denoiser, torch.zeros(run.latent_shape(3)), torch.full([3], 500.0), fewer)
+    twice = run.batch([TEXTS[0]] * 2)
+    twice["image_slots"][1] += 1
+    with pytest.raises(ModelError, match=r"of one batch have their images after \[.*\] and after other rows"):
+        EDIT_21.predict(run.denoiser, torch.zeros(run.latent_shape(2)), torch.full([2], 500.0), twice)
     run.cache.close()
 
 
@@ -126,11 +101,9 @@ def test_how_the_processor_prepares_images_is_its_identity(parts: dict[str, Any]
 
 
 def edit_config(folder: Path, control: dict[str, Any] | None = None, **dataset: Any) -> Config:
-    given = family_config(folder, with_controls=True).model_dump(mode="json")
-    given["datasets"][0] |= dataset
-    for each in given["datasets"][0]["control"]:
-        each |= control or {}
-    return parse_config(given)
+    changes = {f"datasets.0.control.0.{name}": value for name, value in (control or {}).items()}
+    changes |= {f"datasets.0.{name}": value for name, value in dataset.items()}
+    return family_config(folder, changes, num_controls=1)
 
 
 def test_a_text_s_key_has_its_control_image(tmp_path: Path, parts: dict[str, Any]) -> None:
@@ -146,7 +119,7 @@ def test_a_text_s_key_has_its_control_image(tmp_path: Path, parts: dict[str, Any
     (tmp_path / "controls").rename(tmp_path / "others")
     assert reasons() == {}, "the name of a file does not count"
     assert reasons(area=64 * 64) == {"control 1: bucket changed (96x64 -> 80x48)": 3, "control changed": 3}
-    write_photo(tmp_path / "others/0.png", 99, CONTROL)
+    write_photo(tmp_path / "others/0.png", 99, CONTROLS["controls"])
     assert reasons() == {"control 1: image changed": 1, "control changed": 1}
 
 

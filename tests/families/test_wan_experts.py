@@ -11,7 +11,6 @@ from helpers.family_runs import SIDE, family_config, recorded
 from helpers.tiny_models import tiny_model
 
 from latentcache.config import Config, ModelConfig
-from latentcache.config_file import parse_config
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.models.denoiser import load_denoiser, load_scheduler
@@ -65,12 +64,10 @@ def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(name: str, model
 def cached(models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A training set and a validation set of the same photos, for `wan`."""
     root = tmp_path_factory.mktemp("cached")
-    given = family_config(root).model_dump(mode="json")
-    [dataset] = given["datasets"]
-    given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
-    given["model"] |= {"path": str(models["wan"][1])}
-    given["validation"] |= {"path": str(root / "validation"), "num_timesteps": 2, "height": SIDE, "width": SIDE}
-    config = parse_config(given)
+    validation = {"path": root / "validation", "num_timesteps": 2, "height": SIDE, "width": SIDE}
+    config = family_config(root, {"model.path": str(models["wan"][1]), "validation": validation})
+    held_out = config.datasets[0].model_copy(update={"name": "held-out", "role": "validation"})
+    config = config.model_copy(update={"datasets": (*config.datasets, held_out)})
     assert run_precache(config).num_refused == 0
     return config
 

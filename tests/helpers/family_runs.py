@@ -18,15 +18,15 @@ import torch
 from diffusers.pipelines.wan import pipeline_wan
 from helpers.family_references import generator
 from helpers.photo_files import write_clip, write_photo
+from helpers.tiny_configs import config_of_dataset
 from helpers.tiny_models import tiny_model, whole_pipeline
 from PIL import Image, ImageSequence
 
 from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig
-from latentcache.config_file import parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
-from latentcache.families.base import CONDITION, MASK, PICTURE, Family
+from latentcache.families.base import CONDITION, PICTURE, Family
 from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import Preparation
 from latentcache.models.model_loader import LoadedModels, Models
@@ -46,53 +46,46 @@ ALONE = ("anima", "anima-states", "qwen-image-21", "qwen-image-21-edit")
 the longest text, and the last bits of Anima's empty text depend on their number (3e-7)."""
 
 
-CONTROL = (96, SIDE)
-"""Of control images, whose buckets have other sides than those of images."""
+CONTROLS = {"controls": (96, SIDE), "controls-2": (SIDE, 96)}
+"""The folders of control images, whose buckets have other sides than those of images."""
+CONTROL_AREA = 96 * SIDE
 
 
 NUM_FRAMES = 5
 """Of clips."""
 
 
-def family_config(folder: Path, *, with_controls: bool = False, with_clips: bool = False, **settings: Any) -> Config:
-    """Three photos of 64x64 with captions of unequal length; everything is computed and stored in float32.
+def write_samples(folder: Path, *, with_clips: bool = False) -> Path:
+    """Three photos or clips with captions of unequal length, and their control images, in CONTROLS."""
+    for number, text in enumerate(TEXTS):
+        path = folder / "photos" / f"{number}.png"
+        (write_clip if with_clips else write_photo)(path, number, (SIDE, SIDE))
+        path.with_suffix(".txt").write_text(text)
+        for at, (name, size) in enumerate(CONTROLS.items(), 1):
+            write_photo(folder / name / path.name, 10 * at + number, size)
+    return folder / "photos"
 
-    `with_controls`: each has a control image, of 96x64. `with_clips`: they are clips of NUM_FRAMES.
+
+def family_config(
+    folder: Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    num_controls: int = 0,
+    with_clips: bool = False,
+    **encode: Any,
+) -> Config:
+    """The photos of `write_samples`, of 64x64; everything is computed and stored in float32.
+
+    Each has `num_controls` control images. `with_clips`: they are clips of NUM_FRAMES. `changes` go by dotted name.
     """
-    photos, controls = folder / "photos", folder / "controls"
-    if not photos.exists():
-        for number, text in enumerate(TEXTS):
-            path = photos / f"{number}.png"
-            (write_clip if with_clips else write_photo)(path, number, (SIDE, SIDE))
-            path.with_suffix(".txt").write_text(text)
-            write_photo(controls / path.name, 10 + number, CONTROL)
-    encode = {"device": "cpu", "num_workers": 1, "batch_size": 1, "text_store_dtype": "float32", **settings}
-    return parse_config(
-        {
-            "cache": {"path": folder / "cache"},
-            "datasets": [
-                {
-                    "name": "photos",
-                    "source": {"kind": "folder", "path": photos},
-                    "buckets": {"area": SIDE**2, "step": 16},
-                    "images": {"min_side": 8},
-                    "frames": {"count": NUM_FRAMES, "fps": None} if with_clips else None,
-                    "control": [{"path": controls, "area": CONTROL[0] * CONTROL[1]}] if with_controls else [],
-                }
-            ],
-            "model": {"path": "tiny"},
-            "encode": encode,
-        }
-    )
-
-
-def guidance_without_negative(family: Family) -> float:
-    """A guidance at which the denoiser gets the positive prompt alone, as in training."""
-    return next(
-        scale
-        for scale in (3.5, 1.0, 0.0)
-        if scale <= guidance_with_negative(family) and not family.uses_negative(scale)
-    )
+    if not (folder / "photos").exists():
+        write_samples(folder, with_clips=with_clips)
+    dataset: dict[str, Any] = {"buckets": {"area": SIDE**2, "step": 16}}
+    dataset["control"] = [{"path": folder / name, "area": CONTROL_AREA} for name in [*CONTROLS][:num_controls]]
+    if with_clips:
+        dataset["frames"] = {"count": NUM_FRAMES, "fps": None}
+    encode = {"device": "cpu", "num_workers": 1, "batch_size": 1, "text_store_dtype": "float32", **encode}
+    return config_of_dataset(folder, {"encode": encode, "validation": {}, **(changes or {})}, **dataset)
 
 
 def guidance_with_negative(family: Family) -> float:
@@ -220,9 +213,9 @@ class FamilyRun:
 
     def controls(self, text: str) -> list[np.ndarray]:
         """The control images of this caption, as they are cached, [H, W, 3]."""
-        row = self.rows[text]
-        path = self.config.datasets[0].source.path.with_name("controls") / row.sample_id  # type: ignore[union-attr]
-        return [prepared(path, part.geometry) for part in row.parts]
+        row, photos = self.rows[text], self.config.datasets[0].source.path  # type: ignore[union-attr]
+        parts = zip(CONTROLS, row.parts, strict=True)
+        return [prepared(photos.with_name(name) / row.sample_id, part.geometry) for name, part in parts]
 
     def key_controls(self, text: str) -> Controls:
         """What the caption's key has of its control images."""
@@ -258,12 +251,6 @@ class FamilyRun:
     def batch(self, texts: Sequence[str]) -> dict[str, Any]:
         """The samples of these captions, with scaled latents."""
         return dict(self.cache.batch([self.rows[text].sample_id for text in texts], device="cpu", scaled=True))
-
-    def texts(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What `batch` has of these captions alone, as `prompt` has it of a prompt."""
-        fields = [each for name in self.family.fields for each in (name, name + MASK)]
-        names = fields if self.family.text_reads_control else self.cache.prompt("", device="cpu")
-        return {name: value for name, value in self.batch(texts).items() if name in names}
 
     def negative(self, texts: Sequence[str]) -> dict[str, Any]:
         """The empty text as the negative prompt of these samples."""
@@ -301,7 +288,7 @@ class FamilyRun:
         if not self.family.text_reads_control:
             return {}
         [text] = texts
-        resolution = {"output_resolution": (CONTROL[0] * CONTROL[1]) ** 0.5} if self.family.name in ALONE else {}
+        resolution = {"output_resolution": CONTROL_AREA**0.5} if self.family.name in ALONE else {}
         return {"image": [Image.fromarray(image) for image in self.controls(text)], **resolution}
 
     def _masked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -329,7 +316,9 @@ class FamilyRun:
             noise.append(draw(*arguments, **options))
             return noise[-1]
 
-        guidance = self.family.guidance_kwargs(guidance_without_negative(self.family))
+        # At which the denoiser gets the positive prompt alone, as in training.
+        scales = [each for each in (3.5, 1.0, 0.0) if each <= guidance_with_negative(self.family)]
+        guidance = self.family.guidance_kwargs(next(each for each in scales if not self.family.uses_negative(each)))
         prompts = self.prompts(texts)
         with patch.object(module, "randn_tensor", noted), recorded(self.denoiser, stop=True) as calls:
             # Keys and values that it keeps are no condition.
@@ -396,7 +385,7 @@ class FamilyRun:
 
         module = sys.modules[type(pipeline).__module__]
         with (
-            patch.object(module, "VAE_IMAGE_SIZE", CONTROL[0] * CONTROL[1], create=True),
+            patch.object(module, "VAE_IMAGE_SIZE", CONTROL_AREA, create=True),
             patch.object(pipeline, "_encode_vae_image", encoded),
         ):
             yield
@@ -423,9 +412,8 @@ def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **s
     `settings` are those of `encode`.
     """
     family, parts = family_named(name), parts or tiny_model(name)
-    reads_controls = family.text_reads_control
-    has_clips = bool(family.clip_condition)
-    config = family_config(folder, with_controls=reads_controls, with_clips=has_clips, **settings)
+    num_controls = len(CONTROLS) if family.text_reads_control else 0
+    config = family_config(folder, num_controls=num_controls, with_clips=bool(family.clip_condition), **settings)
     models = loaded_models(family, parts)
     num_empty = 0
     if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch
@@ -435,6 +423,7 @@ def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **s
     num_texts = 1 if name in ALONE else 2
     with patch.object(encodings, "text_batch_size", lambda device: num_texts):
         report = run_precache(config, models=models)
-    expected = 3 * len(TEXTS) if reads_controls else 2 * len(TEXTS) + 1  # images, texts, and controls or no text
+    # Images, texts, and control images or the empty text.
+    expected = (2 + num_controls) * len(TEXTS) + (num_controls == 0)
     assert report.num_refused == 0 and report.num_encoded + num_empty == expected, report.to_json()
     return FamilyRun(family, parts, config, LatentCache(config.cache.path))

@@ -33,12 +33,7 @@ _STATISTICS = {
 
 _BLOCKS: dict[str, Any] = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
 _SINGLE_AND_DOUBLE: dict[str, Any] = {**_BLOCKS, "num_layers": 1, "num_single_layers": 1}
-_FLUX: dict[str, Any] = {
-    **_SINGLE_AND_DOUBLE,
-    "joint_attention_dim": 32,
-    "axes_dims_rope": (4, 4, 8),
-    "in_channels": 64,
-}
+_FLUX = {**_SINGLE_AND_DOUBLE, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8), "in_channels": 64}
 """Settings of denoisers."""
 _FLUX_SCALING = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 _LLM = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -108,26 +103,18 @@ class ModularPipeline:
 
     def __init__(self, parts: Mapping[str, Any]):
         from diffusers.modular_pipelines import SequentialPipelineBlocks
-        from diffusers.modular_pipelines.anima import before_denoise, decoders, denoise, encoders
+        from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
+        from diffusers.modular_pipelines.anima.modular_blocks_anima import AnimaCoreDenoiseStep, AnimaDecodeStep
 
-        steps: dict[str, Any] = {
-            "text_encoder": encoders.AnimaTextEncoderStep,
-            "text_conditioner": before_denoise.AnimaTextConditioningStep,
-            "input": before_denoise.AnimaTextInputStep,
-            "prepare_latents": before_denoise.AnimaPrepareLatentsStep,
-            "set_timesteps": before_denoise.AnimaSetTimestepsStep,
-            "denoise": denoise.AnimaDenoiseStep,
-            "vae": decoders.AnimaVaeDecoderStep,
-            "processor": decoders.AnimaProcessImagesOutputStep,
-        }
-        for name in ("text_encoder", "text_conditioner", "vae"):
-            if parts.get(name) is None:
-                del steps[name]
-        if "vae" not in steps:
-            del steps["processor"]
+        steps: dict[str, Any] = {} if parts.get("text_encoder") is None else {"text_encoder": AnimaTextEncoderStep()}
+        steps["denoise"] = AnimaCoreDenoiseStep()
+        if parts.get("text_conditioner") is None:
+            del steps["denoise"].sub_blocks["text_conditioning"]
+        if parts.get("vae") is not None:
+            steps["decode"] = AnimaDecodeStep()
         self.made = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
         self.made.update_components(**parts)
-        self.made._blocks.sub_blocks["denoise"].set_progress_bar_config(disable=True)
+        self.made._blocks.sub_blocks["denoise"].sub_blocks["denoise"].set_progress_bar_config(disable=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.made, name)
@@ -185,16 +172,10 @@ def _sdxl(seed: int) -> dict[str, Any]:
 
 def _sd15(seed: int) -> dict[str, Any]:
     encoder, vae = clip_text_model(), image_vae(4, scaling_factor=0.18215)
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=4,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-    )
+    downwards, upwards = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    blocks = {"down_block_types": downwards, "up_block_types": upwards, "block_out_channels": (16, 32)}
+    sizes = {"sample_size": 8, "layers_per_block": 1, "attention_head_dim": 4, "cross_attention_dim": 32}
+    unet = diffusers.UNet2DConditionModel(**blocks, **sizes, norm_num_groups=8)
     scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
     )
