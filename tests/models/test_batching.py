@@ -1,3 +1,5 @@
+"""Batches that are halved where memory runs out. Refused items and other errors: see tests/precache/test_run.py."""
+
 from __future__ import annotations
 
 import gc
@@ -67,9 +69,9 @@ class Device:
             raise RuntimeError("CUDA error: out of memory")
         return [item * 10 for item in items]
 
-    def run(self, groups, batch_size, on_failure=raised, num_ahead=1):
+    def run(self, groups, batch_size, num_ahead=1):
         runner = BatchRunner("vae", batch_size, "cpu")
-        return runner.run_ahead(groups, self.launch, self.fetch, on_failure, num_ahead=num_ahead)
+        return runner.run_ahead(groups, self.launch, self.fetch, raised, num_ahead=num_ahead)
 
 
 def test_the_next_batch_is_launched_before_the_last_one_is_fetched():
@@ -97,20 +99,3 @@ def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_si
     assert all(result == [item * 10 for item in batch] for batch, result in done)
     assert all(len({group_of[item] for item in batch}) == 1 for batch, _ in done)
     assert device.most_under_way <= num_ahead + 1 or phase == "fetch"
-
-
-@pytest.mark.parametrize("phase", ["launch", "fetch"])
-def test_what_cannot_be_encoded(phase, monkeypatch):
-    """An item that does not fit alone is refused; another error comes after the results of what was launched before."""
-    refused = []
-    device = Device(lambda at, items: at == phase and 2 in items)
-    results = device.run([range(5)], 2, lambda item, error: refused.append((item, error.problem)))
-    assert [item for batch, _ in results for item in batch] == [0, 1, 3, 4]
-    assert refused == [(2, "out-of-memory")]
-    device, done = Device(), []
-    call = getattr(device, phase)
-    monkeypatch.setattr(device, phase, lambda items: items[5] if items == [2] else call(items))
-    with pytest.raises(IndexError):
-        for batch, _ in device.run([range(5)], 1):
-            done += batch
-    assert done == [0, 1]
