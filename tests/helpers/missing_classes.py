@@ -33,19 +33,13 @@ def missing(error: BaseException) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, None, None]:
-    return (yield from skipping())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
-    return (yield from skipping())
-
-
-def skipping() -> Generator[None, None, None]:
-    """Run what is wrapped, and skip the test where a class is missing."""
+    """Run the fixtures, or the test, and skip it where a class is missing."""
     try:
         return (yield)
     except Exception as error:
         if reason := missing(error):
             pytest.skip(reason)
         raise
+
+
+pytest_runtest_call = pytest_runtest_setup

@@ -1,6 +1,6 @@
-"""Write tiny parts as one checkpoint in the original SDXL layout: the inverse of diffusers' `from_single_file`.
+"""Tiny parts by the names that their authors gave weights: the inverse of diffusers' conversions of single files.
 
-The layout is that of sd_xl_base_1.0.safetensors: `first_stage_model.*` (LDM's VAE),
+The layout of SDXL is that of sd_xl_base_1.0.safetensors: `first_stage_model.*` (LDM's VAE),
 `conditioner.embedders.0.transformer.*` (transformers' CLIP) and `conditioner.embedders.1.model.*` (open_clip).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
@@ -135,3 +136,68 @@ def original_unet_name(unet: torch.nn.Module, name: str) -> str:
         has_attention = "CrossAttn" in unet.config.up_block_types[block]
         return f"output_blocks.{block * (num_layers + 1) + num_layers}.{1 + has_attention}.{rest}"
     return f"output_blocks.{block * (num_layers + 1) + index}.{int(kind == 'attentions')}.{rest}"
+
+
+# Other families
+
+_AUTHORS_NAMES: dict[str, dict[str, str]] = {
+    "z-image": {
+        "all_final_layer.2-1.": "final_layer.",
+        "all_x_embedder.2-1.": "x_embedder.",
+        ".attention.to_out.0.": ".attention.out.",
+        ".attention.norm_k.": ".attention.k_norm.",
+        ".attention.norm_q.": ".attention.q_norm.",
+    },
+    "anima": {
+        "time_embed.t_embedder": "t_embedder.1",
+        "time_embed.norm": "t_embedding_norm",
+        "transformer_blocks": "blocks",
+        "patch_embed.proj": "x_embedder.proj.1",
+        "norm_out.linear_": "final_layer.adaln_modulation.",
+        "proj_out": "final_layer.linear",
+        "norm1.linear_": "adaln_modulation_self_attn.",
+        "norm2.linear_": "adaln_modulation_cross_attn.",
+        "norm3.linear_": "adaln_modulation_mlp.",
+        "attn1": "self_attn",
+        "attn2": "cross_attn",
+        "to_q": "q_proj",
+        "to_k": "k_proj",
+        "to_v": "v_proj",
+        "to_out.0": "output_proj",
+        "norm_q": "q_norm",
+        "norm_k": "k_norm",
+        "ff.net.0.proj": "mlp.layer1",
+        "ff.net.2": "mlp.layer2",
+    },
+}
+_JOINED = {
+    "z-image": (("attention.to_q", "attention.to_k", "attention.to_v"), "attention.qkv"),
+    "qwen-image-21": (("img_mlp.gate_layer", "img_mlp.proj"), "img_mlp.gate_up"),
+}
+"""One tensor of the authors (of ComfyUI's file) where diffusers has several."""
+
+
+def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """A denoiser's weights as its authors name them, with what real files hold besides."""
+    if family == "sd15":
+        return {name.replace(UNET, prefix, 1): value for name, value in unet_tensors(denoiser).items()}
+    state = denoiser.state_dict()
+    if family == "z-image":
+        state["norm_final.weight"] = torch.ones(32)  # diffusers has no such layer
+    parts, whole = _JOINED.get(family, ((), ""))
+    for name in [name for name in state if parts and f".{parts[0]}." in f".{name}"]:
+        values = [state.pop(name.replace(parts[0], part)) for part in parts]
+        state[name.replace(parts[0], whole)] = torch.cat(values)
+    for ours, theirs in _AUTHORS_NAMES.get(family, {}).items():
+        state = {name.replace(ours, theirs): value for name, value in state.items()}
+    return {prefix + name: value for name, value in state.items()}
+
+
+def autoencoder_tensors(family: str, vae: Any) -> dict[str, torch.Tensor]:
+    """A VAE's weights as its authors name them: of Stability's type, or of FLUX.2's."""
+    state = {name.removeprefix(VAE): value for name, value in vae_tensors(vae).items()}
+    if family == "flux2":
+        moved = {"quant_conv.": "encoder.quant_conv.", "post_quant_conv.": "decoder.post_quant_conv."}
+        for old, new in moved.items():
+            state = {new + name.removeprefix(old) if name.startswith(old) else name: state[name] for name in state}
+    return state

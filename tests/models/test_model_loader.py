@@ -15,8 +15,8 @@ from diffusers.utils import logging as diffusers_logging
 from helpers.encoding import encode_captions
 from helpers.tiny_models import save_diffusers_folder
 from huggingface_hub.utils import filter_repo_objects
-from model_identities import F16, F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
+from same_models import F16, F32, PIXELS, identities
 from single_file import save_checkpoint, save_vae
 
 from latentcache.config import ModelConfig

@@ -11,8 +11,8 @@ import shutil
 import pytest
 import torch
 from helpers.tiny_models import tiny_encoders
-from model_identities import F16, F32, identities
 from safetensors.torch import load_file, save_file
+from same_models import F16, F32, identities
 from single_file import save_checkpoint
 from transformers import CLIPTokenizer
 

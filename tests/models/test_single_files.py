@@ -20,10 +20,9 @@ from helpers.tiny_models import (
     tiny_folder,
     tiny_model,
 )
-from model_identities import F32
-from original_layouts import autoencoder_tensors, denoiser_tensors
 from safetensors.torch import load_file
-from single_file import save, with_prefix
+from same_models import F32
+from single_file import autoencoder_tensors, denoiser_tensors, save, with_prefix
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from model_identities import F32
 from safetensors import safe_open
+from same_models import F32
 
 from latentcache.config import ModelConfig
 from latentcache.integrations.diffusers import load_scheduler, load_unet

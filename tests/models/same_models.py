@@ -1,4 +1,4 @@
-"""Tiny UNets, with LoRA adapters too, and what it means that two are the same."""
+"""Tiny UNets, with LoRA adapters too, and what it means that two of them, or two models, are the same."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 
 from latentcache.config import ModelConfig
+from latentcache.identity import PartIdentity
 from latentcache.models.tiny import tiny_denoiser
 
 F16, F32 = torch.float16, torch.float32
 TINY = ModelConfig(path="tiny")
+PIXELS = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).reshape(2, 32, 32, 3)
+
+
+def identities(models, dtype: torch.dtype = F32) -> dict[str, PartIdentity]:
+    """Of all parts of a model."""
+    return {part: models.identity(part, dtype) for part in models.family.parts}
 
 
 def output(unet: torch.nn.Module) -> torch.Tensor:
