@@ -30,20 +30,10 @@ class PipelineState:
         self.executor = ThreadPoolExecutor(max_threads)
 
 
-class _ItemCache(threading.local):
-    """The last item that a module gave in this thread."""
-
-    def __init__(self) -> None:
-        self.place: tuple[int, int] | None = None
-        self.values: dict[str, Any] = {}
-
-
 class RandomAccessPipelineModule:
     """get_item(variation, index, name); started once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.started = False
+    started = False
 
     def start(self, variation: int) -> None: ...
 
@@ -51,9 +41,7 @@ class RandomAccessPipelineModule:
 class SingleVariationRandomAccessPipelineModule:
     """get_item(index, name); started each epoch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.current_variation = -1
+    current_variation = -1
 
     def start(self, variation: int) -> None: ...
 
@@ -70,7 +58,7 @@ class PipelineModule:
         self.__base_seed, self.__module_index = base_seed, module_index
 
     def clear_item_cache(self) -> None:
-        self.__cache = _ItemCache()
+        self.__last = threading.local()  # the last item that it gave in a thread
 
     def _get_previous_item(self, variation: int, name: str, index: int) -> Any:
         head, *path = name.split(".")
@@ -87,20 +75,16 @@ class PipelineModule:
         return item
 
     def __item(self, variation: int, name: str, index: int) -> Any:
-        cache = self.__cache
-        if cache.place != (variation, index):
-            cache.place, cache.values = (variation, index), {}
-        if name not in cache.values:
+        last = self.__last
+        if getattr(last, "place", None) != (variation, index):
+            last.place, last.values = (variation, index), {}
+        if name not in last.values:
             if isinstance(self, RandomAccessPipelineModule):
-                values = self.get_item(variation, index, name)
-            elif isinstance(self, SingleVariationRandomAccessPipelineModule):
-                if variation != self.current_variation:
-                    raise RuntimeError(f"{self}: variation {variation}, started with {self.current_variation}")
-                values = self.get_item(index, name)
+                last.values |= self.get_item(variation, index, name)
             else:
-                raise RuntimeError(f"{self} gives items in turn only")
-            cache.values = {**cache.values, **values}
-        return cache.values[name]
+                assert variation == self.current_variation, f"{self} was started with {self.current_variation}"
+                last.values |= self.get_item(index, name)
+        return last.values[name]
 
     def _get_previous_length(self, name: str) -> int:
         head = name.split(".")[0]
@@ -159,65 +143,48 @@ class OutputPipelineModule(PipelineModule, SingleVariationRandomAccessPipelineMo
         return {n: v.to(self.pipeline.device) if torch.is_tensor(v) else v for n, v in values.items() if v is not None}
 
 
+OWN_ALWAYS = frozenset({"LoadImage", "LoadVideo", "ScaleCropImage", "ScaleImage", "RandomFlip", "RandomRotate"})
+OWN_ALWAYS |= {f"Random{name}" for name in ("Brightness", "Contrast", "Saturation", "Hue")}
+"""These need torchvision, or a video, in mgds: its pipelines get the modules of this host."""
+
+
 def host(name: str) -> SimpleNamespace:
     """Base classes, the cache module over them, and `make(name, **settings)` for all other modules.
 
     Skips the test where mgds is needed and not installed.
     """
-    own = SimpleNamespace(
-        name="own",
-        PipelineState=PipelineState,
-        PipelineModule=PipelineModule,
-        RandomAccessPipelineModule=RandomAccessPipelineModule,
-        SingleVariationRandomAccessPipelineModule=SingleVariationRandomAccessPipelineModule,
-        LoadingPipeline=LoadingPipeline,
-        OutputPipelineModule=OutputPipelineModule,
+    is_own = name == "own"
+    bases = SimpleNamespace(
+        **{each: globals()[each] if is_own else _of_mgds(home, each) for each, home in BASES.items()}
     )
-    theirs: dict[str, type] = {}
-    if name == "mgds":
-        own = SimpleNamespace(**(vars(own) | _mgds_core()))
-        theirs = _mgds_modules()
-    else:
-        theirs = {"OutputPipelineModule": OutputPipelineModule}
-    make_own = pipeline_modules.module_maker(own)
+    make_own = pipeline_modules.module_maker(bases)
 
     def make(module: str, **settings: Any) -> Any:
-        return theirs[module](**settings) if module in theirs else make_own(module, **settings)
+        if is_own and module == "OutputPipelineModule":
+            return OutputPipelineModule(**settings)
+        if is_own or module in OWN_ALWAYS:
+            return make_own(module, **settings)
+        home = "mgds" if module.endswith("PipelineModule") else "mgds.pipelineModules"
+        return _of_mgds(f"{home}.{module}", module)(**settings)
 
-    own.make = make
-    own.LatentCacheModule = module_class(own.PipelineModule, own.SingleVariationRandomAccessPipelineModule)
-    return own
+    bases.make = make
+    bases.LatentCacheModule = module_class(bases.PipelineModule, bases.SingleVariationRandomAccessPipelineModule)
+    return bases
 
 
-def _mgds_core() -> dict[str, Any]:
+BASES = {
+    "PipelineState": "mgds.PipelineModule",
+    "PipelineModule": "mgds.PipelineModule",
+    "RandomAccessPipelineModule": "mgds.pipelineModuleTypes.RandomAccessPipelineModule",
+    "SingleVariationRandomAccessPipelineModule": "mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule",
+    "LoadingPipeline": "mgds.LoadingPipeline",
+}
+"""The classes of this file that mgds has too, and where."""
+
+
+def _of_mgds(home: str, name: str) -> Any:
     source = os.environ.get("MGDS_SRC")
     if source and source not in sys.path:
         sys.path.append(source)
     pytest.importorskip("mgds.PipelineModule", reason="mgds is not installed; name its src in MGDS_SRC")
-    types = "mgds.pipelineModuleTypes."
-    homes = {
-        "PipelineState": "mgds.PipelineModule",
-        "PipelineModule": "mgds.PipelineModule",
-        "RandomAccessPipelineModule": f"{types}RandomAccessPipelineModule",
-        "SingleVariationRandomAccessPipelineModule": f"{types}SingleVariationRandomAccessPipelineModule",
-        "LoadingPipeline": "mgds.LoadingPipeline",
-    }
-    return {"name": "mgds"} | {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}
-
-
-MGDS_MODULES = (
-    *("AspectBatchSorting", "AspectBucketing", "CalcAspect", "CapitalizeTags", "CollectPaths", "DropTags"),
-    *("DownloadHuggingfaceDatasets", "EncodeClipText", "EncodeVAE", "GenerateImageLike", "GetFilename"),
-    *("EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "PruneMaskedTokens"),
-    *("LoadMultipleTexts", "MapData", "ModifyPath", "RescaleImageChannels", "SampleVAEDistribution", "SelectInput"),
-    *("SelectRandomText", "ShuffleTags", "Tokenize", "VariationSorting"),
-)
-"""Those of mgds that need no torchvision. For the others its pipelines get the modules of this host."""
-
-
-def _mgds_modules() -> dict[str, type]:
-    homes = {name: f"mgds.pipelineModules.{name}" for name in MGDS_MODULES}
-    homes |= {
-        name: f"mgds.{name}" for name in ("OutputPipelineModule", "ConceptPipelineModule", "SettingsPipelineModule")
-    }
-    return {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}
+    return getattr(importlib.import_module(home), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,16 +123,11 @@ def rescale_image_channels(module: Any, item: Item) -> Values:
     return {module.image_out_name: (image - module.in_range_min) * factor + module.out_range_min}
 
 
-def entered(contexts: list[Any]) -> ExitStack:
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack
-
-
 def encode_vae(module: Any, item: Item) -> Values:
     image = item(module.in_name)
-    with entered(module.autocast_contexts):
+    with ExitStack() as stack:
+        for context in module.autocast_contexts:
+            stack.enter_context(context)
         return {module.out_name: module.vae.encode(image.to(dtype=module.dtype or image.dtype)[None]).latent_dist}
 
 
@@ -161,8 +157,7 @@ def tokenize(module: Any, item: Item) -> Values:
 
 
 def encode_clip_text(module: Any, item: Item) -> Values:
-    with entered(module.autocast_contexts):
-        found = module.text_encoder(item(module.in_name)[None], output_hidden_states=True)
+    found = module.text_encoder(item(module.in_name)[None], output_hidden_states=True)
     values = {module.hidden_state_out_name: found.hidden_states[module.hidden_state_output_index][0]}
     if module.pooled_out_name:
         values[module.pooled_out_name] = (found.text_embeds if "text_embeds" in found else found.pooler_output)[0]
@@ -194,6 +189,8 @@ GIVE: dict[str, Give] = {
     "SelectRandomText": select_random_text,
     "Tokenize": tokenize,
     "EncodeClipText": encode_clip_text,
+    # A batch is one item: there is nothing to sort.
+    "AspectBatchSorting": lambda module, item: {name: item(name) for name in module.names},
 }
 
 
@@ -227,7 +224,7 @@ def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
         def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
             return GIVE.get(type(self).__name__, pass_on)(self, Item(self, variation, index))
 
-    special = {cls.__name__: cls for cls in (*_sources(Module), *_sorting(base, Module))}
+    special = {cls.__name__: cls for cls in _with_state(Module)}
 
     def make(name: str, **settings: Any) -> Any:
         class Made(special.get(name, Module)):
@@ -243,7 +240,9 @@ def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
     return make
 
 
-def _sources(Module: type) -> tuple[type, ...]:
+def _with_state(Module: type) -> tuple[type, ...]:
+    """Those whose length or values follow from more than the item."""
+
     class ConceptPipelineModule(Module):
         def length(self) -> int:
             return len(self.concepts)
@@ -278,10 +277,6 @@ def _sources(Module: type) -> tuple[type, ...]:
             path, concept = self.found[index]
             return {self.path_out_name: path, self.concept_out_name: concept}
 
-    return ConceptPipelineModule, SettingsPipelineModule, CollectPaths
-
-
-def _sorting(base: SimpleNamespace, Module: type) -> tuple[type, ...]:
     class VariationSorting(Module):
         """The balancing of a cache, for names that are not cached. Groups as in the contract: floor(n * repeats)."""
 
@@ -290,11 +285,11 @@ def _sorting(base: SimpleNamespace, Module: type) -> tuple[type, ...]:
             return super().length() if groups is None else sum(num_out for _, num_out in groups)
 
         def start(self, variation: int) -> None:
-            members: dict[str, list[int]] = {}
+            members = defaultdict[str, list[int]](list)
             for index in range(self._get_previous_length(self.first)):
                 item = Item(self, 0, index)
                 if item(self.group_enabled_in_name):
-                    members.setdefault(repr([item(name) for name in self.variations_group_in_name]), []).append(index)
+                    members[repr([item(name) for name in self.variations_group_in_name])].append(index)
             self.groups: list[tuple[list[int], int]] = []
             for indices in members.values():
                 item = Item(self, 0, indices[0])
@@ -310,27 +305,4 @@ def _sorting(base: SimpleNamespace, Module: type) -> tuple[type, ...]:
                 index -= num_out
             raise IndexError(index)
 
-    class AspectBatchSorting(base.PipelineModule, base.SingleVariationRandomAccessPipelineModule):
-        """Items of one resolution one after the other, so that a batch has one shape; here a batch is one item."""
-
-        def __init__(self, **given: Any):
-            super().__init__()
-            vars(self).update(given)
-
-        def length(self) -> int:
-            return self._get_previous_length(self.resolution_in_name)
-
-        def get_inputs(self) -> list[str]:
-            return [self.resolution_in_name, *self.names]
-
-        def get_outputs(self) -> list[str]:
-            return self.names
-
-        def start(self, variation: int) -> None:
-            items = [Item(self, variation, index) for index in range(self.length())]
-            self.order = sorted(items, key=lambda item: str(item(self.resolution_in_name)))
-
-        def get_item(self, index: int, name: str | None = None) -> Values:
-            return {each: self.order[index](each) for each in self.names}
-
-    return VariationSorting, AspectBatchSorting
+    return ConceptPipelineModule, SettingsPipelineModule, CollectPaths, VariationSorting
