@@ -8,6 +8,7 @@ import torch
 from latentcache.doctor import training_check
 from latentcache.doctor.environment import diagnose
 from latentcache.doctor.training_check import try_training
+from latentcache.models.tiny import tiny_denoiser
 
 
 def test_the_device_is_listed_and_named(device: torch.device) -> None:
@@ -19,7 +20,7 @@ def test_the_device_is_listed_and_named(device: torch.device) -> None:
     assert {finding.level for finding in found.findings if finding.subject == str(device)} <= {"ok", "note"}
 
 
-def test_one_step_audits_clean_and_a_batch_that_was_not_moved_is_an_error(
+def test_one_step_audits_clean_and_a_model_that_was_not_moved_is_an_error(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = try_training(device)
@@ -29,17 +30,9 @@ def test_one_step_audits_clean_and_a_batch_that_was_not_moved_is_an_error(
     on_cpu = try_training(torch.device("cpu")).facts["training"]
     assert training["loss"] == pytest.approx(on_cpu["loss"], rel=1e-3)
 
-    class StaysBehind(torch.Tensor):
-        def to(self, *_: object, **__: object) -> torch.Tensor:
-            return self.as_subclass(torch.Tensor)
-
-    usual = training_check.training_batch
-
-    def batch_of(generator: torch.Generator) -> dict[str, torch.Tensor]:
-        batch = usual(generator)
-        return {**batch, "prompt_embeds": batch["prompt_embeds"].as_subclass(StaysBehind)}
-
-    monkeypatch.setattr(training_check, "training_batch", batch_of)
+    denoiser = tiny_denoiser()
+    denoiser.to = lambda _: denoiser
+    monkeypatch.setattr(training_check, "tiny_denoiser", lambda: denoiser)
     (finding,) = try_training(device).findings
     assert finding.level == "error" and str(device) in finding.found and "cpu" in finding.found
     assert "same device" in finding.found

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading
 
 from latentcache import Phases, audit, guard
 from latentcache.errors import DeviceError, DeviceMismatchError
@@ -144,15 +143,6 @@ def test_a_second_forward_under_block_swap_without_a_backward_is_a_real_mismatch
     with guard(model), pytest.raises(DeviceMismatchError) as caught:
         model(torch.zeros(5, 4, device=device))
     assert caught.value.module == "blocks.0.up"
-
-
-def test_a_model_under_group_offloading_passes(device: torch.device) -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).requires_grad_(False)
-    apply_group_offloading(model, onload_device=device, offload_type="block_level", num_blocks_per_group=1)
-    for _ in range(2):
-        assert not audit({"unet": model}, device=device).findings
-        with guard(model):
-            assert model(torch.zeros(5, 4, device=device)).device == device
 
 
 def test_what_moves_itself_in_another_way_can_be_named(device: torch.device) -> None:

@@ -71,11 +71,6 @@ def sharded(module: Any, device: torch.device) -> None:
         parameter.device_mesh = None
 
 
-def declared(module: Any, device: torch.device) -> None:
-    """One half is elsewhere, as a block swapper has it."""
-    module[0].to(device)
-
-
 def hooked(module: Any, device: torch.device) -> None:
     cpu_offload_with_hook(module, device)
 
@@ -86,7 +81,6 @@ def hooked(module: Any, device: torch.device) -> None:
         (quantised, "is a bitsandbytes Params4bit"),
         (partitioned, "is a partition of DeepSpeed ZeRO-3"),
         (sharded, "is a shard of FSDP"),
-        (declared, "declared immovable"),
         (hooked, "under offload hooks, which move it"),
     ],
 )
@@ -97,7 +91,7 @@ def test_what_other_software_places_is_left_where_it_is(
         parts = small_parts(device)
         encoder = parts["encoder"].to(place)
         manage(encoder, device)
-        phases = Phases(parts, device=device, immovable=("encoder",) if manage is declared else ())
+        phases = Phases(parts, device=device)
         assert list(phases.not_moved()) == ["encoder"] and reason in phases.not_moved()["encoder"]
         before = [tensor.device for tensor in (*encoder.parameters(), *encoder.buffers())]
         phases.start("train")

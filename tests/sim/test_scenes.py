@@ -1,7 +1,6 @@
-"""Four device mismatches that people reported: plain PyTorch fails first, then this project's answer.
+"""Device mismatches that people reported: plain PyTorch fails first, then this project's answer.
 
-The answers to the first are checked by assertions that the usual, wrong remedies fail. The cold cache has a file of
-its own, test_cold_cache.py.
+A cold cache that parks the model, OneTrainer #459, is in test_onetrainer_on_device.py.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,12 +86,6 @@ def move_everything(optimizer: torch.optim.Optimizer) -> None:
         state.update({k: v.to(param.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
 
 
-def move_moments_only(optimizer: torch.optim.Optimizer) -> None:
-    """What `Optimizer.load_state_dict` did up to torch 2.0: `step` is left where the file was read to."""
-    for param, state in optimizer.state.items():
-        state.update({k: v.to(param.device) for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()})
-
-
 def assert_continues(run: Run, weights: torch.Tensor, losses: list[float], host_syncs: Callable) -> None:
     """The optimizer steps without reading numbers from the device, the audit is clean, and every bit is the same."""
     assert audit(run.parts(), device=run.device).findings == ()
@@ -100,29 +94,21 @@ def assert_continues(run: Run, weights: torch.Tensor, losses: list[float], host_
     assert host_syncs(run.optimizer.step) == 0
 
 
-# Scene 1: FoundationVision/VAR #127, https://github.com/FoundationVision/VAR/issues/127
+# FoundationVision/VAR #127, https://github.com/FoundationVision/VAR/issues/127
+# rasbt/LLMs-from-scratch #232, https://github.com/rasbt/LLMs-from-scratch/issues/232
 
 
-def test_var_127_fused_adamw_fails_on_state_steps_after_a_resume(device: torch.device, tmp_path: Path) -> None:
-    path, _, _ = saved_run(device, tmp_path, fused=True)
-    run = resumed(device, path, fused=True)
-    with pytest.raises(RuntimeError, match=MISMATCH):
-        run.step()
-    run = resumed(device, path, fused=True)
-    move_moments_only(run.optimizer)
-    with pytest.raises(RuntimeError, match=f"{MISMATCH}.*state_steps"):
-        run.step()
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"), [({"fused": True}, move_moments_only), ({}, move_everything)], ids=["fused", "plain"]
-)
-def test_var_127_continues_bit_identically_and_not_with_wrong_remedies(
-    flags: dict, remedy: Callable, device: torch.device, tmp_path: Path, host_syncs: Callable
+@pytest.mark.parametrize("flags", [{"fused": True}, {}, {"foreach": True}, {"capturable": True}], ids=str)
+def test_var_127_state_that_was_loaded_while_the_model_was_on_the_cpu(
+    flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
 ) -> None:
     path, weights, losses = saved_run(device, tmp_path, **flags)
+    run = resumed(device, path, **flags)
+    assert "optimizer.model.0.weight.exp_avg" in {finding.path for finding in audit(run.parts(), device=device).errors}
+    # A capturable group is checked by torch.optim itself, with an assert.
+    with pytest.raises((RuntimeError, AssertionError), match=r"device"):
+        run.step()
     repaired = resumed(device, path, **flags)
-    assert not audit(repaired.parts()).ok
     assert repair_optimizer(repaired.optimizer).moved
     assert_continues(repaired, weights, losses, host_syncs)
     ours = built(device, **flags)
@@ -130,66 +116,34 @@ def test_var_127_continues_bit_identically_and_not_with_wrong_remedies(
     assert state.step == 3 and bool(ours.optimizer.param_groups[0]["fused"]) == flags.get("fused", False)
     assert_continues(ours, weights, losses, host_syncs)
     wrong = resumed(device, path, **flags)
-    remedy(wrong.optimizer)
+    move_everything(wrong.optimizer)
     findings = {(finding.level, finding.name.rpartition(".")[2]) for finding in audit(wrong.parts()).findings}
-    assert findings == {("error" if flags else "warning", "step")}
-    with pytest.raises(AssertionError):
-        assert_continues(wrong, weights, losses, host_syncs)
+    assert findings == (set() if "fused" in flags or "capturable" in flags else {("warning", "step")})
+    assert (host_syncs(wrong.step) > host_syncs(ours.step)) == bool(findings)
 
 
-# Scene 2: rasbt/LLMs-from-scratch #172, https://github.com/rasbt/LLMs-from-scratch/issues/172
-
-
-class Classifier(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok_emb = torch.nn.Embedding(16, 4)
-        self.register_buffer("mask", torch.ones(5, 1))
-        self.out_head = torch.nn.Linear(4, 16)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.out_head(self.tok_emb(tokens) * self.mask)
+# rasbt/LLMs-from-scratch #172, https://github.com/rasbt/LLMs-from-scratch/issues/172
 
 
 def test_llms_from_scratch_172_a_head_made_after_to(device: torch.device) -> None:
-    model, tokens = Classifier().to(device), torch.zeros(2, 5, dtype=torch.long, device=device)
-    model.out_head = torch.nn.Linear(4, 2)  # the fine-tuning chapter's new head, made after `.to`
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(16, 4), torch.nn.Linear(4, 16)).to(device)
+    tokens = torch.zeros(2, 5, dtype=torch.long, device=device)
+    model[1] = torch.nn.Linear(4, 2)  # the fine-tuning chapter's new head, made after `.to`
     with pytest.raises(RuntimeError, match=MISMATCH):
         model(tokens)
     assert next(model.parameters()).device == device  # the article's assert passes on the broken model
     errors = audit({"model": model}, device=device).errors
-    assert {finding.name for finding in errors} == {"out_head.weight", "out_head.bias"}
+    assert {finding.name for finding in errors} == {"1.weight", "1.bias"}
     with guard(model), pytest.raises(DeviceMismatchError) as caught:
         model(tokens)
-    assert (caught.value.module, caught.value.argument) == ("out_head", "input")
+    assert (caught.value.module, caught.value.argument) == ("1", "input")
     model.to(device)
     assert audit({"model": model}, device=device).findings == ()
     with guard(model):
         assert model(tokens).device == device
 
 
-# Scene 3: rasbt/LLMs-from-scratch #232, https://github.com/rasbt/LLMs-from-scratch/issues/232
-
-
-@pytest.mark.parametrize("flags", [{"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
-def test_llms_from_scratch_232_state_loaded_while_the_model_was_on_the_cpu(
-    flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
-) -> None:
-    path, weights, losses = saved_run(device, tmp_path, **flags)
-    run = resumed(device, path, **flags)
-    report = audit({"model": run.model, "optimizer": run.optimizer}, device=device)
-    assert "optimizer.model.0.weight.exp_avg" in {finding.path for finding in report.errors}
-    # A capturable group is checked by torch.optim itself, with an assert.
-    with pytest.raises((RuntimeError, AssertionError), match=r"device"):
-        run.step()
-    run = resumed(device, path, **flags)
-    repair_optimizer(run.optimizer)
-    step = run.optimizer.state[run.model[0].weight]["step"]
-    assert step.device == (CPU if "foreach" in flags else device)
-    assert_continues(run, weights, losses, host_syncs)
-
-
-# Scene 5: OpenBMB/MiniCPM-V #246 and deepspeedai/DeepSpeed #5422, https://github.com/deepspeedai/DeepSpeed/issues/5422
+# OpenBMB/MiniCPM-V #246 and deepspeedai/DeepSpeed #5422, https://github.com/deepspeedai/DeepSpeed/issues/5422
 
 
 def test_minicpm_v_246_an_offloaded_gradient_times_a_scale_on_the_device(device: torch.device) -> None:
