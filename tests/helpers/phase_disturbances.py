@@ -32,8 +32,6 @@ def set_compute_modes(modes: list[Any]) -> None:
 
 def all_devices(training: Training) -> list[torch.device]:
     """The training's and others of its kind: each has a random stream."""
-    if training.device.type == "cpu":
-        return [training.device]
     num = torch.get_device_module(training.device).device_count()
     return [torch.device(training.device.type, index) for index in range(num)]
 

@@ -14,7 +14,7 @@ from diffusers.training_utils import EMAModel
 from helpers.encoding import HIDDEN_SIZE, HIDDEN_SIZE_2
 from torch.utils._pytree import tree_leaves
 
-from latentcache.models.tiny import tiny_parts
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.phases.phases import Phases
 
 NUM_STEPS = 3
@@ -23,23 +23,15 @@ VARIANTS = ("plain", "ema", "lora", "amp", "schedule-free", "text-encoder")
 SIDE = 8
 
 
-def small_unet() -> UNet2DConditionModel:
-    """SDXL's wiring in the smallest size that still has every kind of block, with dropout."""
-    return UNet2DConditionModel(
-        sample_size=SIDE,
-        layers_per_block=1,
-        block_out_channels=(16, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4),
-        use_linear_projection=True,
-        cross_attention_dim=HIDDEN_SIZE + HIDDEN_SIZE_2,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + HIDDEN_SIZE_2,
-        norm_num_groups=8,
-        dropout=0.2,
-    )
+SMALL = {
+    "block_out_channels": (16, 32),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (2, 4),
+    "transformer_layers_per_block": 1,
+    "dropout": 0.2,
+}
+"""SDXL's wiring in the smallest size that still has every kind of block, with dropout."""
 
 
 class Training:
@@ -50,7 +42,7 @@ class Training:
         random.seed(1)
         np.random.seed(2)
         torch.manual_seed(3)
-        self.unet: Any = small_unet().train()
+        self.unet: Any = UNet2DConditionModel.from_config({**tiny_denoiser().config, **SMALL}).train()
         self.parts: dict[str, Any] = tiny_parts() | {"unet": self.unet}
         if variant == "lora":
             self._add_lora()

@@ -122,7 +122,8 @@ def install() -> SimBackend:
     for name, kernel in _KERNELS.items():
         aten.impl(name, kernel, "PrivateUse1")
     _register_autocast(aten)
-    torch.serialization.register_package(5, _location_of, _restore_storage)
+    # Files are read to the CPU only.
+    torch.serialization.register_package(5, _location_of, lambda storage, location: None)
     return backend
 
 
@@ -136,8 +137,6 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
         kwargs["device"] = torch.device("cpu")
-    if kwargs.get("pin_memory"):
-        kwargs["pin_memory"] = False
     if torch.Tag.nondeterministic_seeded in op.tags and device is not None and device.type == NAME:
         with _stream_of(device):
             return _labelled(op, args, kwargs, device)
@@ -194,14 +193,11 @@ def _run_each(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> A
     """A foreach operator, tensor by tensor: across devices CUDA takes its slow path, in which each index is alone."""
     many = {i for i, value in enumerate(args) if _is_tensor_list(value)}
     lengths = {len(args[i]) for i in many} | {len(v) for v in kwargs.values() if _is_tensor_list(v)}
-    if len(lengths) != 1:
-        device = common_device(op, args, kwargs)  # torch's own message about the lengths follows from the kernel
-        return _labelled(op, args, kwargs, device)
-    given = []
+    given, (length,) = [], lengths
     scalars = {i for i, value in enumerate(args) if isinstance(value, list | tuple) and i not in many}
     names = [argument.name for argument in op._schema.arguments]
     scalars |= {i for i in range(len(args)) if names[i] == "scalars"}
-    for at in range(lengths.pop()):
+    for at in range(length):
         one = [v[at : at + 1] if i in many or i in scalars else v for i, v in enumerate(args)]
         one_kwargs = {k: v[at : at + 1] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
         device = common_device(op, one, one_kwargs)
@@ -332,12 +328,3 @@ def _let_storages_be_cloned() -> None:
 
 def _location_of(storage: Any) -> str | None:
     return f"{NAME}:{storage.device.index or 0}" if storage.device.type == NAME else None
-
-
-def _restore_storage(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    if not location.startswith(NAME):
-        return None
-    values = torch.empty(0, dtype=torch.uint8)
-    if storage.nbytes():
-        values.set_(storage)
-    return on_device(values, torch.device(location).index or 0).untyped_storage()

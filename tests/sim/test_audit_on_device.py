@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
@@ -65,6 +66,19 @@ def test_parked_parts_have_a_device_of_their_own(device: torch.device) -> None:
     parts["vae"][2].to(device)
     assert audit(parts, device={"vae": "cpu", "vae.2": device}).ok
     assert paths(audit(parts, device={"vae": "cpu"})) == ["vae.2.weight", "vae.2.bias"]
+
+
+def test_a_number_on_the_device_does_not_go_with_tensors_on_the_cpu(device: torch.device) -> None:
+    """deepspeedai/DeepSpeed #5422, OpenBMB/MiniCPM-V #246: an offloaded gradient times a scale on the device."""
+    gradient, total_norm = torch.ones(8), torch.tensor(5.0, device=device)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        gradient.mul_(1.0 / total_norm)
+    report = audit({"gradient": gradient, "total_norm": total_norm})
+    assert [(finding.path, finding.found) for finding in report.errors] == [("total_norm", str(device))]
+    # What DeepSpeed 0.14.3 does. The rule is not symmetric: a number on the CPU goes with tensors anywhere.
+    for where in (CPU, device):
+        assert audit({"gradient": gradient.to(where), "total_norm": total_norm.cpu()}, device=where).findings == ()
+    gradient.mul_(1.0 / total_norm.cpu())
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 from helpers.tiny_models import tiny_pipeline
 
+from latentcache.devices.audit import audit
 from latentcache.devices.guard import guard
 from latentcache.errors import DeviceMismatchError
 
@@ -30,6 +31,24 @@ def test_a_model_split_over_devices_runs_under_the_guard(device: torch.device) -
 
     with guard(Split()) as split:
         assert split(torch.zeros(1, 2, device=device)).device.type == "cpu"
+
+
+def test_a_head_made_after_to_is_named(device: torch.device) -> None:
+    """rasbt/LLMs-from-scratch #172."""
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(device),
+        torch.zeros(1, 4).to(device),
+    )
+    model[1] = torch.nn.Linear(4, 2)
+    assert {each.name for each in audit({"model": model}, device=device).errors} == {"1.weight", "1.bias"}
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        model(x)
+    with guard(model), pytest.raises(DeviceMismatchError) as caught:
+        model(x)
+    assert (caught.value.module, caught.value.argument) == ("1", "input")
+    model.to(device)
+    with guard(model):
+        assert model(x).device == device
 
 
 def test_inputs_that_an_offload_hook_moves_pass(device: torch.device) -> None:
