@@ -85,13 +85,6 @@ def test_the_optimizers_own_hooks_see_what_is_loaded() -> None:
     assert optimizer.param_groups[0]["name"] == "all" and seen == [optimizer]
 
 
-def test_flags_stay_and_settings_come() -> None:
-    optimizer = trained(foreach=True, lr=0.1)
-    load_optimizer_state(optimizer, trained(fused=True, lr=0.5, betas=(0.7, 0.8)).state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["fused"], group["foreach"], group["lr"], group["betas"]) == (None, True, 0.5, (0.7, 0.8))
-
-
 def test_what_cannot_be_repaired_or_loaded_is_named_and_nothing_has_changed() -> None:
     with pytest.raises(DeviceError, match=r"Linear is not a torch\.optim\.Optimizer"):
         repair_optimizer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]

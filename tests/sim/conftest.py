@@ -7,27 +7,12 @@ The simulated device is global and stays until the process ends. So these tests 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 HERE = Path(__file__).parent
-
-
-class _ScalarReads(TorchDispatchMode):
-    """`num_reads` counts the values that the host has read from a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_reads = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.num_reads += func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,17 +40,3 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
         install()
     return torch.device(request.param, 0)
-
-
-@pytest.fixture
-def host_syncs(device: torch.device) -> Callable[[Callable[[], object]], int]:
-    """How many values a call waits for, because the host reads them from the device."""
-
-    def count(call: Callable[[], object]) -> int:
-        # The simulated device counts them itself: not every operator runs under a mode there.
-        with nullcontext(torch.get_device_module(device)) if device.type == "sim" else _ScalarReads() as reads:
-            before = reads.num_reads
-            call()
-            return reads.num_reads - before
-
-    return count

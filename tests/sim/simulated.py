@@ -33,10 +33,9 @@ _kept_alive: list[torch.library.Library] = []
 
 
 class SimBackend:
-    """What torch knows as the module `torch.sim`. `num_reads` counts the values that the host has read."""
+    """What torch knows as the module `torch.sim`."""
 
     def __init__(self) -> None:
-        self.num_reads = 0
         self.generators = [torch.Generator().manual_seed(1000 + index) for index in range(NUM_DEVICES)]
         self._current = 0
 
@@ -130,7 +129,6 @@ def install() -> SimBackend:
 def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Check the devices of a call, run the CPU's kernel on the same memory, and label what it gives."""
     base = op._schema.name.partition("::")[2]
-    torch.get_device_module(NAME).num_reads += base == "_local_scalar_dense"
     if base.startswith("_foreach_") and base not in {"_foreach_copy_", "_foreach_copy"}:
         return _run_each(op, args, kwargs)
     device = common_device(op, args, kwargs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,26 +53,19 @@ class Net(torch.nn.Sequential):
         return [(parameter.device, parameter.data_ptr()) for parameter in self.parameters()]
 
 
-class Run:
-    """A trained UNet on the device, a parked VAE, and a card with room for one of them."""
-
-    def __init__(self, device: torch.device):
-        self.card = Card(device, Net.SIZE)
-        self.unet, self.vae = Net(), Net().requires_grad_(False)
-        self.phases = Phases({"unet": self.unet, "vae": self.vae}, device=device)
-
-
 @pytest.fixture
-def run(device: torch.device) -> Iterator[Run]:
+def run(device: torch.device) -> Iterator[SimpleNamespace]:
+    """A trained UNet on the device, a parked VAE, and a card with room for one of them."""
     gc.freeze()  # what was there before is not counted
-    run = Run(device)
+    run = SimpleNamespace(card=Card(device, Net.SIZE), unet=Net(), vae=Net().requires_grad_(False))
+    run.phases = Phases({"unet": run.unet, "vae": run.vae}, device=device)
     with run.card:
         run.phases.start("train")
         yield run
     gc.unfreeze()
 
 
-def test_a_phase_needs_no_more_room_at_its_end_than_at_its_beginning(run: Run) -> None:
+def test_a_phase_needs_no_more_room_at_its_end_than_at_its_beginning(run: Any) -> None:
     memory = run.vae.memory()
     with run.phases.enter(DECODE):
         assert run.phases.on_device() == {"vae"}
@@ -81,7 +76,7 @@ def test_a_phase_needs_no_more_room_at_its_end_than_at_its_beginning(run: Run) -
     assert run.vae.memory() == memory
 
 
-def test_no_room_at_the_end_of_a_phase_leaves_parts_whole_and_place_repairs(run: Run, device: torch.device) -> None:
+def test_no_room_at_the_end_of_a_phase_leaves_parts_whole_and_place_repairs(run: Any, device: torch.device) -> None:
     values = [parameter.detach().cpu() for parameter in run.unet.parameters()]
     memory = run.vae.memory()
     no_room = pytest.raises(PhaseError, match=r"no room on the device.*call Phases\.place\(\)")
@@ -97,7 +92,7 @@ def test_no_room_at_the_end_of_a_phase_leaves_parts_whole_and_place_repairs(run:
     assert all(torch.equal(p.cpu(), v) for p, v in zip(run.unet.parameters(), values, strict=True))
 
 
-def test_no_room_at_the_beginning_of_a_phase_changes_nothing(run: Run, device: torch.device) -> None:
+def test_no_room_at_the_beginning_of_a_phase_changes_nothing(run: Any, device: torch.device) -> None:
     memory = run.vae.memory()
     run.card.room += Net.SIZE - 1
     with pytest.raises(torch.OutOfMemoryError), run.phases.lend("vae"):

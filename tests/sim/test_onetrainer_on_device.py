@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,48 +99,40 @@ def test_a_cold_cache_leaves_the_model_as_it_was(model: Model, tmp_path: Path) -
             assert not isinstance(value, torch.Tensor) or value.device == model.device, name
     warm = setup_of(model, tmp_path).start()
     assert warm.encoded.total() == 0 and model.placement() == before
+    failing = Run(setup_of(model, tmp_path, "failing"))
+    (tmp_path / "photos" / "p00.png").rename(tmp_path / "p00.png")
+    (tmp_path / "photos" / "p00.png").write_bytes(b"no image")
+    for cache in failing.caches.values():
+        PlacementGuard(lambda: model).around(cache)
+    with pytest.raises(ItemsError, match=r"1 of 2 items"):
+        failing.next_epoch()
+    assert model.placement() == before, "an error while encoding leaves it so too"
+    (tmp_path / "p00.png").replace(tmp_path / "photos" / "p00.png")
     unguarded = setup_of(model, tmp_path, "another").start()
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         train_step(model, unguarded)
 
 
-def test_an_error_while_encoding_leaves_it_so_too(model: Model, tmp_path: Path) -> None:
-    kept = PlacementGuard(lambda: model)
-    before = model.placement()
-    run = Run(setup_of(model, tmp_path))
-    (tmp_path / "photos" / "p00.png").write_bytes(b"no image")
-    for cache in run.caches.values():
-        kept.around(cache)
-    with pytest.raises(ItemsError, match=r"1 of 2 items"):
-        run.next_epoch()
-    assert model.placement() == before
+class Conductor:
+    def __init__(self, layers: torch.nn.Sequential):
+        self.layers, self.is_active = layers, True
+
+    def to(self, device: torch.device) -> None:
+        self.is_active = device != CPU
+        self.layers.to(CPU)
+        self.layers[0].to(device)  # which ones are there changes while it trains
 
 
 @pytest.mark.parametrize("is_older", [True, False])
 def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, is_older: bool) -> None:
     """If another function moved them, the conductor would take layers on the device for layers that are away."""
-
-    class Conductor:
-        def __init__(self, layers: torch.nn.Sequential):
-            self.layers, self.is_active = layers, True
-
-        def to(self, device: torch.device) -> None:
-            self.is_active = device != CPU
-            self.layers.to(CPU)
-            self.layers[0].to(device)  # which ones are there changes while it trains
-
-    class Offloaded:
-        def __init__(self) -> None:
-            self.unet = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-            self.unet_offload_conductor = Conductor(self.unet)
-            self.unet[1].to(device)
-            move = self.unet_offload_conductor.to
-            if is_older:
-                self.unet_to = move
-            else:
-                self.materialize = lambda name: move(device)
-
-    model = Offloaded()
+    unet = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).to(device))
+    model = SimpleNamespace(unet=unet, unet_offload_conductor=Conductor(unet))
+    move = model.unet_offload_conductor.to
+    if is_older:
+        model.unet_to = move
+    else:
+        model.materialize = lambda name: move(device)
     kept = PlacementGuard(model)
     kept.before()
     model.unet_offload_conductor.to(CPU)

@@ -23,11 +23,8 @@ from latentcache.precache.run import run_precache
     ("form", "family", "stated", "expected", "reason"),
     [
         ("folder", "sd15", None, "float16", "has no force_upcast"),  # as Stable Diffusion 1.5 is published
-        ("file", "sd15", None, "float16", "has no force_upcast"),
         ("loaded", "sd15", None, "float16", "has no force_upcast"),
-        ("folder", "sd15", True, "float32", "has force_upcast"),
         ("folder", "sdxl", True, "float32", "has force_upcast"),  # as SDXL is published
-        ("folder", "sdxl", False, "float16", "has no force_upcast"),
         ("file", "sdxl", False, "float16", "has no force_upcast"),
         ("loaded", "sdxl", None, "float32", "does not say"),
     ],
