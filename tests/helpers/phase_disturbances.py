@@ -108,5 +108,4 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The names of what is not as it was."""
-    missing = object()
-    return [name for name in {**before, **after} if before.get(name, missing) != after.get(name, missing)]
+    return [name for name in {**before, **after} if before.get(name) != after.get(name)]

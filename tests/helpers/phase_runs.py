@@ -122,10 +122,7 @@ def assert_as_without(
 
 def leave_no_trace(device: torch.device, variant: str) -> None:
     """Disturb a run inside a phase, under a surrounding autocast; afterwards all is as it was."""
-    training = Training(device, variant)
-    for _ in range(3):
-        training.step()
-    defaults = compute_modes(device)
+    training, defaults = Training(device, variant).run(), compute_modes(device)
     try:
         with torch.autocast(device.type, torch.bfloat16):
             before = state_of(training)

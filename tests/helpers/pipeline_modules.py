@@ -76,10 +76,6 @@ def generate_image_like(module: Any, item: Item) -> Values:
     return {module.image_out_name: torch.full_like(item(module.image_in_name)[:1], value)}
 
 
-def calc_aspect(module: Any, item: Item) -> Values:
-    return {module.resolution_out_name: tuple(item(module.image_in_name).shape[1:])}
-
-
 def aspect_bucketing(module: Any, item: Item) -> Values:
     target = int(item.rand.choice(item(module.target_resolutions_in_name).split(",")))
     height, width = item(module.resolution_in_name)
@@ -112,11 +108,6 @@ def random_flip(module: Any, item: Item) -> Values:
     return {name: item(name).flip(-1) if flip else item(name) for name in module.names}
 
 
-def scale_image(module: Any, item: Item) -> Values:
-    image = item(module.in_name)[None]
-    return {module.out_name: F.interpolate(image, scale_factor=module.factor, mode="nearest")[0]}
-
-
 def rescale_image_channels(module: Any, item: Item) -> Values:
     factor = (module.out_range_max - module.out_range_min) / (module.in_range_max - module.in_range_min)
     image = item(module.image_in_name)
@@ -143,10 +134,6 @@ def load_multiple_texts(module: Any, item: Item) -> Values:
     path = Path(item(module.path_in_name))
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {module.texts_out_name: [line.strip() for line in lines if line.strip()] or [""]}
-
-
-def select_random_text(module: Any, item: Item) -> Values:
-    return {module.text_out_name: item.rand.choice(item(module.texts_in_name))}
 
 
 def tokenize(module: Any, item: Item) -> Values:
@@ -177,16 +164,18 @@ GIVE: dict[str, Give] = {
     "MapData": lambda module, item: {module.out_name: module.map_fn(item(module.in_name))},
     "LoadImage": load_image,
     "GenerateImageLike": generate_image_like,
-    "CalcAspect": calc_aspect,
+    "CalcAspect": lambda module, item: {module.resolution_out_name: tuple(item(module.image_in_name).shape[1:])},
     "AspectBucketing": aspect_bucketing,
     "ScaleCropImage": scale_crop_image,
     "RandomFlip": random_flip,
-    "ScaleImage": scale_image,
+    "ScaleImage": lambda module, item: {
+        module.out_name: F.interpolate(item(module.in_name)[None], scale_factor=module.factor)[0]
+    },
     "RescaleImageChannels": rescale_image_channels,
     "EncodeVAE": encode_vae,
     "SampleVAEDistribution": sample_vae_distribution,
     "LoadMultipleTexts": load_multiple_texts,
-    "SelectRandomText": select_random_text,
+    "SelectRandomText": lambda module, item: {module.text_out_name: item.rand.choice(item(module.texts_in_name))},
     "Tokenize": tokenize,
     "EncodeClipText": encode_clip_text,
     # A batch is one item: there is nothing to sort.

@@ -34,7 +34,9 @@ class Run:
         self, device: torch.device | str = "cpu", *, seed: int = 0, scheduler: str = "multi-step", **flags: Any
     ):
         self.device = torch.device(device)
-        self.seed_everything(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 2)
         )
@@ -43,11 +45,6 @@ class Run:
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=2)
         self.ema = EMAModel(self.model.parameters(), decay=0.9)
-
-    def seed_everything(self, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
 
     @property
     def parts(self) -> dict[str, Any]:

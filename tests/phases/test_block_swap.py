@@ -21,17 +21,13 @@ class Swapper:
 
     def __init__(self) -> None:
         self.mode, self.is_away, self.fails_at = "training", False, ""
-        self.is_known = True
+        self.is_known, self.forward_only = True, False
         """Whether the mode can be seen, as both trainers name it; a model may keep its own elsewhere."""
         self.events = list[str]()
 
-    @property
-    def forward_only(self) -> bool:
-        return self.is_known and self.mode == "inference"
-
     def switch(self, mode: str) -> None:
         assert self.mode != mode, "a trainer switches there and back"
-        self.mode, self.is_away = mode, False
+        self.mode, self.is_away, self.forward_only = mode, False, self.is_known and mode == "inference"
         self.events.append(mode)
         if mode == self.fails_at:
             raise MemoryError("no room for the blocks")

@@ -25,9 +25,7 @@ def test_all_disturbances_at_once_are_put_back(variant: str) -> None:
 
 
 def test_averages_come_in_once_and_out_where_they_came_in() -> None:
-    training = Training(CPU, "ema")
-    for _ in range(3):
-        training.step()
+    training = Training(CPU, "ema").run()
     ema, weight = training.ema, training.unet.conv_in.weight
     trained, parameters = weight.detach().clone(), list(training.unet.parameters())
     ema.store(parameters)

@@ -133,10 +133,9 @@ def test_a_restore_that_fails_keeps_none_of_the_others_from_it(
     assert state(small) == before
 
 
-@pytest.mark.parametrize("raised", [ZeroDivisionError("in the body"), KeyboardInterrupt()])
-def test_what_the_body_raised_comes_out_as_it_is(raised: BaseException, small: Phases) -> None:
-    before = state(small)
-    with pytest.raises(type(raised)) as caught, small.enter("validate"), small.lend("vae"):
+def test_what_the_body_raised_comes_out_as_it_is(small: Phases) -> None:
+    before, raised = state(small), KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught, small.enter("validate"), small.lend("vae"):
         raise raised
     assert caught.value is raised and caught.value.__context__ is None
     assert state(small) == before

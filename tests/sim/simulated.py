@@ -1,16 +1,17 @@
 """A second device, `sim`, for machines without one: real values, CPU memory, and CUDA's rules on mixing devices.
 
 torch's helper for backends in Python makes PrivateUse1 a device. Every operator on it arrives at `_run`, which checks
-the devices as CUDA does (device_rules.py), runs the CPU's kernel on the same memory, and labels the results
-(relabel.py). It is global and cannot be undone: it belongs into a process of its own.
+the devices as CUDA does (device_rules.py), runs the CPU's kernel on the same memory, and labels the results.
+It is global and cannot be undone: it belongs into a process of its own.
 
-What it cannot do: `torch.Generator(device="sim")`, `torch.UntypedStorage(n, device="sim")`, `pin_memory()`, streams. A
-view has its base's memory but a storage object of its own, so a deep copy of both parts them. `device.type` is `sim`,
-so code that asks for `cuda` by name takes its other branch.
+What it cannot do: `torch.Generator(device="sim")`, storages of its own, also those read from a file, `pin_memory()`,
+streams. A view has its base's memory but a storage object of its own, so a deep copy of both parts them. `device.type`
+is `sim`, so code that asks for `cuda` by name takes its other branch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from device_rules import common_device, kernels_of_their_own
-from relabel import on_cpu, on_device, storage_on_cpu
 from torch.utils._pytree import tree_map_only
 
 NAME, NUM_DEVICES = "sim", 2
@@ -38,9 +38,6 @@ class SimBackend:
     def __init__(self) -> None:
         self.generators = [torch.Generator().manual_seed(1000 + index) for index in range(NUM_DEVICES)]
         self._current = 0
-
-    def is_initialized(self) -> bool:
-        return True
 
     def is_available(self) -> bool:
         return True
@@ -68,9 +65,6 @@ class SimBackend:
 
     def get_device_name(self, device: torch.device | str | int | None = None) -> str:
         return f"simulated device {self.index_of(device)}"
-
-    def manual_seed(self, seed: int) -> None:
-        self.generators[self._current].manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         for generator in self.generators:
@@ -111,7 +105,7 @@ def install() -> SimBackend:
     # allows the latter for its own devices only, so both go through a swap of what the Python object holds.
     torch.__future__.set_swap_module_params_on_conversion(True)
     _let_data_change_device()
-    _let_storages_be_cloned()
+    _let_buffers_be_deep_copied()
 
     fallback, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _kept_alive.extend((fallback, aten))
@@ -212,35 +206,17 @@ def _is_tensor_list(value: Any) -> bool:
 @contextmanager
 def _stream_of(device: torch.device) -> Iterator[None]:
     """Random operators draw from the device's own stream: for so long it is the CPU's default one."""
-    backend, default = torch.get_device_module(NAME), torch.random.default_generator
+    backend = torch.get_device_module(NAME)
     stream = backend.generators[backend.index_of(device)]
-    kept = default.get_state()
-    default.set_state(stream.get_state())
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(stream.get_state())
         yield
-    finally:
-        stream.set_state(default.get_state())
-        default.set_state(kept)
+        stream.set_state(torch.default_generator.get_state())
 
 
 def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     on_cpu(self).copy_(on_cpu(source))
     return self
-
-
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    on_cpu(target).copy_(on_cpu(source))
-    return target
-
-
-def _set_storage(self: torch.Tensor, source: Any, offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
-    view = torch.empty(0, dtype=self.dtype).set_(storage_on_cpu(source), offset, tuple(size), tuple(stride))
-    self.data = on_device(view, self.device.index) if view.numel() else view.to(self.device)
-    return self
-
-
-def _set_whole_storage(self: torch.Tensor, source: Any) -> torch.Tensor:
-    return _set_storage(self, source, 0, (source.nbytes() // self.element_size(),), (1,))
 
 
 def _convolution(*args: Any) -> torch.Tensor:
@@ -258,9 +234,6 @@ def _convolution_backward(
 
 _KERNELS: dict[str, Callable[..., Any]] = {
     "copy_": _copy_,
-    "_copy_from": _copy_from,
-    "set_.source_Storage": _set_whole_storage,
-    "set_.source_Storage_storage_offset": _set_storage,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,
 }
@@ -311,18 +284,62 @@ def _let_data_change_device() -> None:
     torch.Tensor.data = property(lambda self: base.__get__(self), set_data)
 
 
-def _let_storages_be_cloned() -> None:
-    """`copy.deepcopy` of a tensor clones its storage, for which torch asks the device's allocator: there is none."""
-    base = torch.UntypedStorage.clone
+def _let_buffers_be_deep_copied() -> None:
+    """torch clones a buffer's storage, for which it asks the device's allocator: there is none."""
+    base = torch.Tensor.__deepcopy__
 
-    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    def deep_copied(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if self.device.type != NAME:
-            return base(self)
-        values = torch.empty(0, dtype=torch.uint8).set_(storage_on_cpu(self))
-        return on_device(values.clone(), self.device.index).untyped_storage()
+            return base(self, memo)
+        return memo.setdefault(id(self), self.detach().clone())
 
-    torch.UntypedStorage.clone = clone
+    torch.Tensor.__deepcopy__ = deep_copied
 
 
 def _location_of(storage: Any) -> str | None:
     return f"{NAME}:{storage.device.index or 0}" if storage.device.type == NAME else None
+
+
+# Dense tensors whose memory is the CPU's and whose device is another: one storage, two labels. DLPack carries a tensor
+# with the device it is said to be on. A capsule with the other device's number gives a tensor of that device over the
+# same memory, so views and in-place operators keep their aliasing.
+
+CPU, EXTENSION_DEVICE = 1, 12
+"""`DLDeviceType` in dlpack.h: kDLCPU and kDLExtDev, which is torch's PrivateUse1."""
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _TensorStart(ctypes.Structure):
+    """The first two fields of `DLTensor`."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device", _Device))
+
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as a CPU tensor. A CPU tensor is given back as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return _relabelled(tensor, CPU, 0)
+
+
+def on_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """The CPU tensor's memory as a tensor of the extension device `index`. Others are given back as they are."""
+    if tensor.device.type != "cpu":
+        return tensor
+    return _relabelled(tensor.resolve_conj().resolve_neg(), EXTENSION_DEVICE, index)
+
+
+def _relabelled(tensor: torch.Tensor, device_type: int, index: int) -> torch.Tensor:
+    capsule = torch._C._to_dlpack(tensor)
+    start = ctypes.cast(_pointer_of(capsule, b"dltensor"), ctypes.POINTER(_TensorStart)).contents
+    start.device.type, start.device.index = device_type, index
+    return torch._C._from_dlpack(capsule)

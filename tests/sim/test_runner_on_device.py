@@ -1,9 +1,10 @@
-"""The runner on a second device: encoders come and go, and training stays where and what it was."""
+"""The runner and the training script on a second device: encoders come and go, and training stays what it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,3 +95,20 @@ def test_the_whole_path_on_a_device_gives_the_loss_and_the_images_of_the_cpu(
     for ours, theirs in zip(found.images, expected.images, strict=True):
         image, other = np.asarray(ours.image).astype(int), np.asarray(theirs.image)
         assert other.std() > 1 and np.abs(image - other).max() <= 2
+
+
+def test_only_the_unet_is_on_the_device_after_training_and_validations(
+    device: torch.device, make_config: Callable[..., Config], photos: Path, tmp_path: Path, script: Any
+) -> None:
+    """The training set is cached, and the validation set is not."""
+    config = validation_config(make_config, photos, num_timesteps=1)
+    precache_training_set(config)
+    options = script.Options(
+        steps=2, rank=2, batch_size=2, validate_every=1, out=tmp_path / "run", device=str(device), mixed_precision="no"
+    )
+    result = script.train(config, options)
+    assert result["on_device"] == ["unet"] and result["device"] == str(device)
+    assert [found["num_filled"] > 0 for found in result["validations"]] == [True, False]
+    for found in result["validations"]:
+        assert found["placement"] == {"validate": ["unet"], "sample": ["unet"]}
+        assert len(found["images"]) == 1

@@ -1,4 +1,4 @@
-"""The audit against a second device."""
+"""The audit, the guard and the doctor against a second device: what the guard refuses torch refuses, and only that."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
+from helpers.tiny_models import tiny_pipeline
 
 from latentcache.devices.audit import AuditReport, audit
 from latentcache.devices.guard import guard
+from latentcache.doctor import training_check
+from latentcache.doctor.environment import diagnose
+from latentcache.doctor.training_check import try_training
+from latentcache.errors import DeviceMismatchError
+from latentcache.models.tiny import tiny_denoiser
 
 CPU = torch.device("cpu")
 
@@ -102,3 +109,84 @@ def test_offloaded_modules_are_at_home_where_their_hooks_put_them(device: torch.
     assert len(parked.errors) == len([*cpu_offloaded.parameters(), *cpu_offloaded.buffers()]), "it is loaded still"
     hook.offload()
     assert not audit({"net": cpu_offloaded}, device={"net": "cpu"}).findings
+
+
+def test_the_guard_lets_a_whole_pipeline_run(device: torch.device) -> None:
+    pipe = tiny_pipeline().to(device)
+    with guard(pipe.unet), guard(pipe.text_encoder), guard(pipe.text_encoder_2), guard(pipe.vae.decoder):
+        images = pipe("a cat", num_inference_steps=1, height=32, width=32, output_type="pt").images
+    assert images.device == device and bool(images.isfinite().all())
+
+
+def test_a_model_split_over_devices_runs_under_the_guard(device: torch.device) -> None:
+    class Split(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 2).to(device), torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).cpu())
+
+    with guard(Split()) as split:
+        assert split(torch.zeros(1, 2, device=device)).device.type == "cpu"
+
+
+def test_a_head_made_after_to_is_named(device: torch.device) -> None:
+    """rasbt/LLMs-from-scratch #172."""
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to(device),
+        torch.zeros(1, 4).to(device),
+    )
+    model[1] = torch.nn.Linear(4, 2)
+    assert {each.name for each in audit({"model": model}, device=device).errors} == {"1.weight", "1.bias"}
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        model(x)
+    with guard(model), pytest.raises(DeviceMismatchError) as caught:
+        model(x)
+    assert (caught.value.module, caught.value.argument) == ("1", "input")
+    model.to(device)
+    with guard(model):
+        assert model(x).device == device
+
+
+def test_inputs_that_an_offload_hook_moves_pass(device: torch.device) -> None:
+    x = torch.zeros(1, 4)
+    aligned = cpu_offload(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), execution_device=device)
+    with guard(aligned):
+        aligned(x)
+    remove_hook_from_module(aligned, recurse=True)
+    offloaded, hook = cpu_offload_with_hook(torch.nn.Linear(4, 4), execution_device=device)
+    with guard(offloaded):
+        assert offloaded(x).device == device
+        # The weights stay there now, and accelerate no longer moves the inputs.
+        with pytest.raises(DeviceMismatchError, match="input"):
+            offloaded(x)
+        hook.offload()
+        assert offloaded(x).device == device
+
+
+def test_the_device_is_listed_and_named(device: torch.device) -> None:
+    found = diagnose(device=str(device))
+    assert found.facts["device"] == str(device)
+    [state] = [each for each in found.facts["devices"] if each["device"] == str(device)]
+    assert state["name"] and state["dtypes"] == ["bfloat16", "float16"]
+    assert state["free_bytes"] is None or 0 < state["free_bytes"] <= state["total_bytes"]
+    assert {finding.level for finding in found.findings if finding.subject == str(device)} <= {"ok", "note"}
+
+
+def test_one_step_audits_clean_and_a_model_that_was_not_moved_is_an_error(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = try_training(device)
+    assert found.ok and [finding.level for finding in found.findings] == ["ok"]
+    training = found.facts["training"]
+    assert training["device"] == str(device) and training["audit"]["findings"] == ()
+    on_cpu = try_training(torch.device("cpu")).facts["training"]
+    assert training["loss"] == pytest.approx(on_cpu["loss"], rel=1e-3)
+
+    denoiser = tiny_denoiser()
+    denoiser.to = lambda _: denoiser
+    monkeypatch.setattr(training_check, "tiny_denoiser", lambda: denoiser)
+    (finding,) = try_training(device).findings
+    assert finding.level == "error" and str(device) in finding.found and "cpu" in finding.found
+    assert "same device" in finding.found
