@@ -74,9 +74,6 @@ class Setup:
 class Run:
     """One run: `items` are those of the last epoch in the cache's order, `encoded` counts what was encoded so far."""
 
-    encoders: Mapping[str, str | None] = {"vae": "encoder", "text_encoder": None, "text_encoder_2": None}
-    """Those that are counted, and the child that is called."""
-
     def __init__(self, setup: Setup):
         self.setup = setup
         self.encoded: Counter[str] = Counter()
@@ -95,9 +92,9 @@ class Run:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the calls of encoders."""
-        handles = []
-        for part, child in self.encoders.items():
-            module = self.setup.parts[part] if child is None else getattr(self.setup.parts[part], child)
+        handles, parts = [], self.setup.parts
+        for part in ("vae", "text_encoder", "text_encoder_2"):
+            module = parts["vae"].encoder if part == "vae" else parts[part]
             handles.append(module.register_forward_hook(lambda *_, part=part: self.encoded.update([part])))
         try:
             yield
