@@ -60,9 +60,11 @@ def cold(training: Training) -> None:
 
 
 def raising(training: Training) -> None:
-    with pytest.raises(KeyboardInterrupt), training.phases.enter("validate"), training.phases.lend("vae"):
+    raised = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught, training.phases.enter("validate"), training.phases.lend("vae"):
         fill(training)
-        raise KeyboardInterrupt
+        raise raised
+    assert caught.value is raised and caught.value.__context__ is None
 
 
 def nested(training: Training) -> None:

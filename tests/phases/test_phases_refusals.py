@@ -133,14 +133,6 @@ def test_a_restore_that_fails_keeps_none_of_the_others_from_it(
     assert state(small) == before
 
 
-def test_what_the_body_raised_comes_out_as_it_is(small: Phases) -> None:
-    before, raised = state(small), KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt) as caught, small.enter("validate"), small.lend("vae"):
-        raise raised
-    assert caught.value is raised and caught.value.__context__ is None
-    assert state(small) == before
-
-
 def test_a_failure_on_the_way_in_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(torch.device("cpu"), "ema")
     training.step()
