@@ -8,7 +8,10 @@ from diffusers.training_utils import EMAModel
 from helpers.phase_runs import SCENARIOS, Scenario, assert_as_without, in_inference_mode, leave_no_trace, name_of
 from helpers.phase_training import VARIANTS, Training
 
+from latentcache.errors import PhaseError
 from latentcache.phases.phases import Phases
+from latentcache.phases.state import ComputeModes, RandomStreams, Snapshot, TrainingModes
+from latentcache.phases.weights import EmaWeights, Gradients, ScheduleFreeMode, Weights
 
 CPU = torch.device("cpu")
 
@@ -22,6 +25,21 @@ def test_training_goes_on_bit_by_bit(scenario: Scenario) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_all_disturbances_at_once_are_put_back(variant: str) -> None:
     leave_no_trace(CPU, variant)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "variant"),
+    [
+        *((each, "plain") for each in (TrainingModes, RandomStreams, ComputeModes, Weights, Gradients)),
+        (EmaWeights, "ema"),
+        (ScheduleFreeMode, "schedule-free"),
+    ],
+)
+def test_each_snapshot_is_needed(snapshot: type[Snapshot], variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no snapshot is restored by another one, and the disturbances show that each works."""
+    monkeypatch.setattr(snapshot, "restore", lambda self: None)
+    with pytest.raises((PhaseError, AssertionError, RuntimeError)):
+        leave_no_trace(CPU, variant)
 
 
 def test_averages_come_in_once_and_out_where_they_came_in() -> None:
