@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from helpers.serving import TOKEN, RunningServer, served_store, serving_here
 from obstore.store import LocalStore
 
 from latentcache.errors import EntryMissingError, LatentCacheError, StoreError
+from latentcache.remote import tier
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.tier import folder_of
+from latentcache.store import directory
 from latentcache.store.batch import read_batch
 
+MAPS = Path("/proc/self/maps")
 IMAGES = [entries_of(number)[0] for number in range(0, NUM_SAMPLES, 2)]  # one bucket
 KEYS = [entry.record.key for entry in IMAGES]
 MOMENTS = torch.stack([entry.tensors["moments"] for entry in IMAGES])
@@ -216,3 +220,37 @@ def test_a_pack_is_kept_also_while_others_make_room(tmp_path: Path, local: Path)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(epochs, range(4))) and len(packs_in(local)) <= 4
+
+
+@pytest.fixture
+def keeps_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows: a file that this process has mapped can be renamed, but neither removed nor replaced."""
+    if not MAPS.exists():
+        pytest.skip("nothing says which files are mapped")
+
+    def refusing(call: Any, target: int) -> Any:
+        def replaced(*paths: Any, **options: Any) -> Any:
+            if f"{os.path.realpath(paths[target])}\n" in MAPS.read_text():
+                raise PermissionError(13, "in use", str(paths[target]))
+            return call(*paths, **options)
+
+        return replaced
+
+    for place, name, target in ((Path, "unlink", 0), (Path, "replace", 1), (os, "replace", 1)):
+        monkeypatch.setattr(place, name, refusing(getattr(place, name), target))
+    for module in (directory, tier):
+        monkeypatch.setattr(module, "KEEPS_MAPPED", True)
+
+
+@pytest.mark.parametrize("max_bytes", [1, None], ids=["no room", "room"])
+def test_a_tier_gives_way_to_what_is_mapped(
+    keeps_mapped: None, tmp_path: Path, local: Path, max_bytes: int | None
+) -> None:
+    """It goes on without room, and where there is room it fetches a pack again that was damaged."""
+    transport = BucketTransport(LocalStore(make_cache(tmp_path / "cache")), "s3://bucket/cache")
+    for _ in range(2):
+        with RemoteStore(transport, local=local, local_max_bytes=max_bytes) as store:
+            assert all(read(store, first, end) for first, end in ((0, 24), (0, 24), (4, 8), (8, 12)))
+            assert not store.damaged()
+        for path in packs_in(local):
+            path.write_bytes(path.read_bytes().replace(MOMENTS[0].numpy().tobytes(), bytes(MOMENTS[0].nbytes)))

@@ -40,7 +40,6 @@ from latentcache.errors import (
 )
 from latentcache.store import DiskStore
 from latentcache.store import writer as writer_module
-from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.index import Index
 from latentcache.store.pack import new_pack_id, pack_buffers
@@ -303,35 +302,13 @@ def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice")
-def test_what_is_read_first_or_soon_is_advised(store, monkeypatch):
-    """Each byte of these entries and no other; rows that follow each other may be one range."""
-    ranges = []
-
-    def advise(fd, offset, num_bytes, advice):
-        assert advice == os.POSIX_FADV_WILLNEED
-        ranges.append((os.path.basename(os.readlink(f"/dev/fd/{fd}")), offset, num_bytes))
-
-    def assert_advised(*numbers):
-        found = {(name, at) for name, offset, num in ranges for at in range(offset, offset + num)}
-        places = [where(store, number) for number in numbers]
-        assert found == {(path.name, at) for path, offset in places for at in range(offset, offset + len(payload(0)))}
-        ranges.clear()
-
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    for read, first_read in (([0, 2], [0, 2]), ([0, 1], [1]), ([0, 2], [])):
-        read_batch(store, [key(number) for number in read])
-        assert_advised(*first_read)
-    before = len(os.listdir("/dev/fd"))
-    store.prefetch(key(number) for number in (2, 1, 99, 0, 2))
-    assert_advised(0, 1, 2)
-    assert len(os.listdir("/dev/fd")) == before
-    for _ in range(2):
-        store.prefetch([key(2), key(1), key(0)], whole_packs=True)
-    assert sorted(ranges) == sorted((path.name, 0, 0) for path in packs(store)), "each pack once, to its end"
-
-
-def test_a_file_system_that_takes_no_advice_is_no_matter(store, monkeypatch):
-    monkeypatch.setattr(os, "posix_fadvise", lambda *_: raise_(OSError(errno.EINVAL, "refused")), raising=False)
-    assert read_batch(store, [key(0)])["moments"].equal(sample(0).tensors["moments"][None])
+def test_what_is_read_soon_is_advised_where_that_can_be_done(store, monkeypatch):
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, num_bytes, _: advised.append((offset, num_bytes)))
+    store.prefetch([key(2), key(99)])
+    store.prefetch([key(1), key(0)], whole_packs=True)
+    assert advised == [(where(store, 2)[1], len(payload(2))), (0, 0)]
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: raise_(OSError(errno.EINVAL, "refused")))
+    assert_holds(store, 0)
     monkeypatch.delattr(os, "posix_fadvise")
-    assert read_batch(store, [key(2)])["moments"].equal(sample(2).tensors["moments"][None])
+    assert_holds(store, 2)

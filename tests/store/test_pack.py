@@ -65,13 +65,6 @@ def read_all(whole):
     return {key: read_at(whole, key, whole.row.location(at)) for at, key in enumerate(whole.row.names())}
 
 
-def assert_reads(path, entries):
-    found = read_all(WholePack.in_file(path))
-    assert found.keys() == {entry.record.key for entry in entries}
-    for entry in entries:
-        assert same(found[entry.record.key], entry) and found[entry.record.key].ragged == entry.ragged
-
-
 # The format ----------------------------------------------------------------------------------------------------------
 
 
@@ -142,17 +135,10 @@ def rewrite_header(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[start:])
 
 
-def in_groups(old, new):
-    def change(header):
-        groups = header["__metadata__"]["groups"]
-        assert old in groups
-        header["__metadata__"]["groups"] = groups.replace(old, new)
-
-    return change
-
-
-def groups_as(value):
-    return lambda header: header["__metadata__"].update(groups=value)
+def count_five_images(header):
+    groups = header["__metadata__"]["groups"]
+    assert '"image",3' in groups
+    header["__metadata__"]["groups"] = groups.replace('"image",3', '"image",5')
 
 
 @pytest.mark.parametrize(
@@ -160,22 +146,16 @@ def groups_as(value):
     [
         lambda header: header["__metadata__"].pop("groups"),
         lambda header: header["__metadata__"].update(index_digest="0" * 64),
-        lambda header: header.pop("__metadata__"),
         lambda header: header.update({"moments/8x8x4": header.pop("moments/4x8x8")}),
         lambda header: header["moments/4x8x8"].update(shape=[4, 3, 8, 8]),
         lambda header: header["_index/keys"].update(dtype="I8"),
-        lambda header: header["_index/digests"].update(shape=[6, 8]),
         lambda header: header["moments/4x8x8"].update(shape=[-3, 4, -8, 8]),
         lambda header: header["moments/4x8x8"].update(shape=[10**4000, 10**4000]),
-        lambda header: header["moments/4x8x8"].update(data_offsets=[0, 10**30]),
         lambda header: header.update(hole={"dtype": "U8", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 4]}),
         lambda header: header.update(another=header["moments/4x8x8"]),
         lambda header: header["hidden/offsets"].update(shape=[1, 3]),
-        in_groups('"image",3', '"image",5'),
-        in_groups('["moments","moments/4x8x8",null]', '["moments","nothing",null]'),
-        in_groups('"hidden/values","hidden/offsets"', '"hidden/values",null'),
-        groups_as("no JSON"),
-        groups_as("[" * 100_000),
+        count_five_images,
+        lambda header: header["__metadata__"].update(groups="[" * 100_000),
     ],
     ids=lambda _: "",
 )
@@ -245,7 +225,9 @@ def test_a_flipped_bit_of_any_byte_is_refused_or_harmless(path):
             if at >= start and at not in padding:
                 assert found is None or any(isinstance(each, str) for each in found.values()), f"byte {at} is unnoticed"
             os.pwrite(file.fileno(), clean[at : at + 1], at)
-    assert_reads(path, entries)
+    for key, entry in read_all(WholePack.in_file(path)).items():
+        assert same(entry, expected.pop(key)) and entry.ragged == frozenset({"hidden"})
+    assert not expected
 
 
 def test_many_mapped_packs_cost_no_descriptors(tmp_path):
