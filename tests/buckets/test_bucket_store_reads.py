@@ -11,7 +11,7 @@ import torch
 from helpers.remote_samples import entries_by_key, make_manifest, replace_packs
 from obstore.store import MemoryStore
 
-from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError
+from latentcache.errors import EntryDamagedError, RemoteError
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.index import FarIndex
 from latentcache.remote.manifests import RemoteManifests
@@ -77,22 +77,6 @@ def damage(bucket: BucketTransport, key: str) -> str:
             bucket.write(pack_name(pack), bytes(data), version=ANY_VERSION)
             return pack
     raise AssertionError(key)
-
-
-def test_packs_come_whole_are_kept_and_shared(bucket: CountingBucket, objects: MemoryStore, tmp_path: Path) -> None:
-    with RemoteStore(bucket, local=tmp_path / "local") as store:
-        assert_right(store, IMAGES[:1])
-        assert len(bucket.headers_read) == 3 and len(bucket.packs_read) == 1
-        assert_right(store, KEYS)
-        assert sorted(bucket.packs_read) == sorted(packs_in(bucket))
-        for key in KEYS[:2]:
-            assert store.get(key).record == store.record(key) == ENTRIES[key].record
-    other = CountingBucket(objects)
-    with RemoteStore(other, local=tmp_path / "local", read_only=True) as store:
-        assert_right(store, KEYS)
-        assert not other.headers_read and not other.packs_read
-        with pytest.raises(ReadOnlyError):
-            store.add([ENTRIES[KEYS[0]]])
 
 
 def test_packs_that_are_compacted_away_are_looked_for_elsewhere_and_leave_this_disk(

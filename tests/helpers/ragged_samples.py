@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests
+from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.families import DEFAULT, FamilyName, family_named
 from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of
-from latentcache.store import DiskStore, MemoryStore
+from latentcache.store import DiskStore
 from latentcache.store.base import Store
 from latentcache.types import Crop, Entry, Geometry, Padding, Record, Size, prompt_id
 
@@ -121,12 +121,6 @@ def prompt_identity(common: dict[str, Any], text: str, *, negative: bool) -> dic
     """The identity of a prompt of a family that renders no texts and encodes negative ones as others."""
     source = caption_digest(text if not negative else f"not {text}")
     return {"source": source, "encoding": common["text_encoding"], "salt": "", "schema": 1, "kind": "text"}
-
-
-def in_memory(family: FamilyName, lengths: Sequence[int], **options: Any) -> tuple[MemoryStore, ManifestMemory]:
-    store, manifests = MemoryStore(), ManifestMemory()
-    fill(store, manifests, family, lengths, **options)
-    return store, manifests
 
 
 def on_disk(path: Path, family: FamilyName, lengths: Sequence[int], **options: Any) -> Path:

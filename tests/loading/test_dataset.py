@@ -122,16 +122,6 @@ def test_a_store_without_packs_is_refused() -> None:
         Places.of(MemoryStore(), [])
 
 
-def test_places_are_those_of_the_images(tmp_path: Path) -> None:
-    dataset = LatentDataset(make_cache(tmp_path), ["served"] * 2, order="packs")
-    places = dataset.places()
-    with DiskStore(tmp_path) as store:
-        found = store.look_up([dataset.cache.row(f"{number}.png")[1].images[0].key for number in range(48)] * 2)
-    packs = sorted({location.pack.id for location in found})
-    assert len(packs) == 3 and places.packs.tolist() == [packs.index(location.pack.id) for location in found]
-    assert places.rows.tolist() == [location.row for location in found]
-
-
 def test_a_resume_goes_on_after_other_entries_came_and_is_refused_after_the_packs_changed(tmp_path: Path) -> None:
     path = make_cache(tmp_path)
     first = in_packs(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from helpers.ragged_samples import (
     VIDEO,
     fill,
     image_of,
-    in_memory,
     on_disk,
     padded,
     text_of,
@@ -23,7 +23,6 @@ from helpers.ragged_samples import (
 from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, unpadded
-from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
 from latentcache.families import FamilyName
@@ -153,10 +152,12 @@ def test_families_and_recipes_are_not_mixed(tmp_path: Path) -> None:
         ({"text_encoding": {"keeps_padding": False, "max_length": "long"}}, "ragged: .* is no recipe of chroma"),
     ],
 )
-def test_a_manifest_of_another_family_or_recipe_is_refused_by_name(change: dict[str, Any], message: str) -> None:
-    store, manifests = in_memory("chroma", LENGTHS)
-    manifest = manifests.read("ragged")
-    assert manifest is not None
-    manifests.write(Manifest("ragged", "train", 1, {**manifest.common, **change}, manifest.rows))
-    with LatentCache(store=store, manifests=manifests) as cache, pytest.raises(StoreError, match=message):
-        cache.batch(["0"], device="cpu")
+def test_a_manifest_of_another_family_or_recipe_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with LatentCache(on_disk(tmp_path / "cache", "chroma", LENGTHS)) as cache:
+        manifest = cache.manifest("ragged")
+        cache.manifests.write(replace(manifest, common={**manifest.common, **change}))
+        cache.refresh()
+        with pytest.raises(StoreError, match=message):
+            cache.batch(["0"], device="cpu")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from latentcache.errors import StoreError
 from latentcache.identity import seed_of
 from latentcache.loading.choices import Choices
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator
+from latentcache.loading.sampler import BucketBatchSampler, noise_generator, order_generator
 from latentcache.types import Bucket
 
 
@@ -172,9 +170,3 @@ def test_seeds_do_not_collide() -> None:
     assert len(orders) == len(set(pairs))
     first = {noise_generator(0, 0, position).get_state().numpy().tobytes() for position in range(200)}
     assert len(first) == 200
-
-
-def test_a_visit_is_a_number_that_travels() -> None:
-    visit = Visit.of(7, 2**62)
-    for other in (visit, pickle.loads(pickle.dumps(visit)), copy.deepcopy(visit)):
-        assert other == 7 and other.draw == 2**62 and hash(other) == hash(7) and [*range(10)][other] == 7

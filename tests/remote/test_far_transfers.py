@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.comparing_server import ComparingServer
 from helpers.far_caches import Far
 from helpers.pack_damage import damage
 from helpers.remote_samples import check, entries_of, fill, key_of_image, manifest_of, packs_of
 
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import RemoteError, StoreError
+from latentcache.errors import RemoteError
 from latentcache.remote.transfer import transfer
 from latentcache.remote.transport import packs_in
 from latentcache.store import DiskStore
-from latentcache.store.upkeep import rebuild, verify
+from latentcache.store.upkeep import verify
 
 Run = Callable[..., Any]
 
@@ -163,21 +162,3 @@ def test_what_is_damaged_in_one_pack_and_whole_in_another_is_no_fault(tmp_path: 
     report = transfer(service.url, tmp_path / "back")
     assert report.ok and report.manifests == ["photos"], report.refused
     check(tmp_path / "back", range(16))
-
-
-def test_a_bucket_copied_by_other_tools_is_a_cache(tmp_path: Path, s3_url: str, object_server: ComparingServer) -> None:
-    """As `aws s3 sync` of the bucket, and `latentcache rebuild`."""
-    transfer(fill(tmp_path / "here", range(16)), s3_url)
-    for name, (data, _) in object_server.objects.items():
-        path = tmp_path / "copy" / name.partition("/cache/")[2]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    assert rebuild(tmp_path / "copy").num_entries == 18
-    check(tmp_path / "copy", range(16))
-
-
-def test_what_is_no_cache_and_what_is_not_there(tmp_path: Path, s3_url: str, run: Run) -> None:
-    code, _, err = run("pull", s3_url, tmp_path / "b")
-    assert code == 2 and "there is no cache here" in err and "latentcache push" in err
-    with pytest.raises(StoreError):
-        transfer(tmp_path / "absent", s3_url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import tempfile
@@ -17,7 +16,6 @@ from store_samples import (
     assert_holds,
     before_call,
     die,
-    fork,
     key,
     listing,
     packs,
@@ -122,31 +120,6 @@ def test_a_mark_of_another_format_or_of_none_is_refused_and_left(root, text, exp
     mark.write_text(MARK)
     with DiskStore(root) as store:
         assert_holds(store, 0, 1)
-
-
-def write_some(root, numbers, barrier):
-    with DiskStore(root) as store:
-        barrier.wait(60)
-        with store.writer() as writer:
-            for number in numbers:
-                writer.add(sample(number))
-                if number % 5 == 0:
-                    writer.seal()
-        assert_holds(store, *numbers)
-
-
-def test_processes_write_and_read_at_once(root):
-    barrier = fork.Barrier(2)
-    orders = [random.Random(seed).sample(range(30), 30) for seed in range(2)]
-    processes = [fork.Process(target=write_some, args=(root, order, barrier)) for order in orders]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        assert process.exitcode == 0
-    with DiskStore(root) as store:
-        assert set(store.keys()) == {key(number) for number in range(30)}
-        assert_holds(store, *range(30))
 
 
 # Deaths and refused writes -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import CacheConfig
-from latentcache.errors import EntryDamagedError, ReadOnlyError, RemoteError, StoreError
+from latentcache.errors import ReadOnlyError, RemoteError, StoreError
 from latentcache.loading.status import status, verify
 from latentcache.remote.transfer import transfer
 
@@ -97,25 +97,6 @@ def test_it_is_verified_pulled_and_not_written(
         transfer(cache, URL)
     code, _, err = run("compact", URL)
     assert code == 2 and f"`latentcache pull {URL} DIRECTORY` brings it there" in err
-
-
-def test_damage_in_a_snapshot_is_found(asked: list[dict[str, Any]], tmp_path: Path) -> None:
-    with LatentCache(URL) as there:
-        keys = there.manifest("served").keys()
-    blob = max((tmp_path / "xdg").rglob("blobs/*"), key=lambda path: path.stat().st_size)
-    blob.chmod(0o644)
-    data = bytearray(blob.read_bytes())
-    data[-2000] ^= 1
-    blob.write_bytes(data)
-    assert verify(URL).damaged
-    failed = []
-    with LatentCache(URL) as there:
-        for key in keys:
-            try:
-                there.store.get(key)
-            except EntryDamagedError:
-                failed.append(key)
-    assert len(failed) == 1 and blob.read_bytes() == data
 
 
 def test_what_the_hub_refuses_is_an_error_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -219,15 +218,12 @@ def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
 def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing half written is left, and the same command goes on when there is room."""
     source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
-    real = os.write
 
-    def full(fd: int, data: bytes) -> int:
-        if len(data) > 4096:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, data)
+    def full(fd: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr("latentcache.store.disk.write_all", full)
         with pytest.raises(StorageFullError, match="free some space"):
             transfer(source, target)
     assert packs_of(target) == {} and not list(target.rglob("*.tmp"))
