@@ -323,16 +323,3 @@ def test_a_copy_in_a_part_that_verify_did_not_read_counts(tmp_path: Path, url: s
     reports = [verify(bucket, subset=(number, 8)) for number in range(1, 9)]
     assert all(report.ok for report in reports) and sum(report.num_packs for report in reports) >= 9
     assert list(removals_in(bucket)) == [pack]
-
-
-def test_a_pull_fetches_an_entry_once_where_it_lies_in_a_listed_pack_too(tmp_path: Path, url: str) -> None:
-    transfer(fill(tmp_path / "here", range(16), per_pack=4), url)
-    bucket = BucketTransport.open(url)
-    old = replace_packs(bucket)
-    new = packs_in(bucket).keys() - set(old)
-    report = transfer(url, tmp_path / "back")
-    assert report.ok and packs_of(tmp_path / "back").keys() == new and report.num_packs == len(new)
-    check(tmp_path / "back", range(16))
-    bucket.remove(map(pack_name, new))  # what is only in packs that go comes from there
-    assert transfer(url, tmp_path / "other").num_packs == len(old)
-    check(tmp_path / "other", range(16))

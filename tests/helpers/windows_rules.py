@@ -15,7 +15,6 @@ What it cannot show: LockFileEx itself, programs that hold a new file for a mome
 from __future__ import annotations
 
 import builtins
-import collections
 import errno
 import fcntl
 import mmap
@@ -26,9 +25,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
-
-import pytest
+from typing import Any
 
 PACKAGE = "latentcache"
 LOCKS = f"{PACKAGE}.utils.file_locks"
@@ -55,18 +52,7 @@ PASSED_THROUGH = ("pathlib", "shutil", "os", "contextlib", "tempfile", "posixpat
 REAL = {name: getattr(os, name) for name in ("open", "write", "fsync", "utime", "unlink", "remove", "rmdir")}
 REAL |= {name: getattr(os, name) for name in ("rename", "replace")}
 
-refusals: collections.Counter[str] = collections.Counter()
 text_descriptors: set[int] = set()
-
-
-def refuse(error: Exception, rule: str) -> NoReturn:
-    """Count the refusal under its rule and the place in the package, and raise the error."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and f"{os.sep}{PACKAGE}{os.sep}" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    place = "" if frame is None else f" {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    refusals[rule + place] += 1
-    raise error
 
 
 def denied(path: object, why: str) -> PermissionError:
@@ -126,7 +112,7 @@ def why_in_use(path: str) -> str | None:
 def removing(name: str) -> Callable[..., None]:
     def remove(path: Any, *args: Any, **kwargs: Any) -> None:
         if called_by_the_package() and (why := why_in_use(os.fspath(path))):
-            refuse(denied(path, why), name)
+            raise denied(path, why)
         REAL[name](path, *args, **kwargs)
 
     return remove
@@ -136,12 +122,12 @@ def renaming(name: str) -> Callable[..., None]:
     def rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if called_by_the_package():
             if why := why_in_use(os.fspath(source)):
-                refuse(denied(source, f"the source is {why}"), name)
+                raise denied(source, f"the source is {why}")
             if os.path.lexists(target):
                 if name == "rename":
-                    refuse(FileExistsError(errno.EEXIST, "[WinError 183] the target exists", str(target)), name)
+                    raise FileExistsError(errno.EEXIST, "[WinError 183] the target exists", str(target))
                 if why := "a folder" if os.path.isdir(target) else why_in_use(os.fspath(target)):
-                    refuse(denied(target, f"the target is {why}"), name)
+                    raise denied(target, f"the target is {why}")
             check_name(target, is_new=True)
         REAL[name](source, target, *args, **kwargs)
 
@@ -155,11 +141,11 @@ def check_name(path: object, *, is_new: bool) -> None:
     if not text or not name or folder.startswith(("/proc", "/dev/fd", "/sys")):
         return
     if BAD_NAME.search(name):
-        refuse(OSError(errno.EINVAL, "[WinError 123] the name is not allowed", text), "name")
+        raise OSError(errno.EINVAL, "[WinError 123] the name is not allowed", text)
     if is_new and not os.path.lexists(text) and os.path.isdir(folder):
         twins = [other for other in os.listdir(folder) if other.lower() == name.lower()]
         if twins:
-            refuse(FileExistsError(errno.EEXIST, f"differs from {twins[0]!r} in case alone", text), "case")
+            raise FileExistsError(errno.EEXIST, f"differs from {twins[0]!r} in case alone", text)
 
 
 class View(types.ModuleType):
@@ -171,18 +157,16 @@ class View(types.ModuleType):
 
     def __getattr__(self, name: str) -> object:
         if name in self._absent:
-            error = AttributeError(
-                f"module {self.__name__!r} has no attribute {name!r} on Windows", name=name, obj=self
-            )
-            refuse(error, f"{self.__name__}.{name}")
+            problem = f"module {self.__name__!r} has no attribute {name!r} on Windows"
+            raise AttributeError(problem, name=name, obj=self)
         return getattr(self._module, name)
 
 
 def open_file(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
     if dir_fd is not None:
-        refuse(NotImplementedError("dir_fd unavailable on this platform"), "dir_fd")
+        raise NotImplementedError("dir_fd unavailable on this platform")
     if os.path.isdir(path):
-        refuse(denied(path, "a folder cannot be opened"), "open a folder")
+        raise denied(path, "a folder cannot be opened")
     check_name(path, is_new=bool(flags & os.O_CREAT))
     descriptor = REAL["open"](path, flags & ~O_BINARY, mode)
     (text_descriptors.discard if flags & O_BINARY else text_descriptors.add)(descriptor)
@@ -191,7 +175,6 @@ def open_file(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = 
 
 def write(descriptor: int, data: Any) -> int:
     if descriptor in text_descriptors and b"\n" in bytes(data):
-        refusals["text: written without O_BINARY"] += 1
         REAL["write"](descriptor, bytes(data).replace(b"\n", b"\r\n"))
         return len(bytes(data))
     return int(REAL["write"](descriptor, data))
@@ -199,13 +182,13 @@ def write(descriptor: int, data: Any) -> int:
 
 def fsync(descriptor: int) -> None:
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-        refuse(OSError(errno.EBADF, "fsync needs a descriptor that writes"), "fsync of a reading descriptor")
+        raise OSError(errno.EBADF, "fsync needs a descriptor that writes")
     REAL["fsync"](descriptor)
 
 
 def utime(path: Any, *args: Any, **kwargs: Any) -> None:
     if isinstance(path, int) or not kwargs.get("follow_symlinks", True):
-        refuse(NotImplementedError("utime: no descriptor, no follow_symlinks=False"), "utime")
+        raise NotImplementedError("utime: no descriptor, no follow_symlinks=False")
     REAL["utime"](path, *args, **kwargs)
 
 
@@ -225,7 +208,6 @@ def install() -> None:
         importer = "" if globals is None else str(globals.get("__name__", ""))
         if importer.split(".")[0] == PACKAGE and not level:
             if name in MODULES and importer != LOCKS:
-                refusals[f"import {name} {importer}"] += 1
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
             if name in views:
                 return views[name]
@@ -236,12 +218,6 @@ def install() -> None:
         setattr(os, name, removing(name))
     for name in ("rename", "replace"):
         setattr(os, name, renaming(name))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line("refused as Windows would:")
-    for rule, number in refusals.most_common(40):
-        terminalreporter.write_line(f"  {number:6} {rule}")
 
 
 install()

@@ -59,18 +59,6 @@ def test_batches_are_those_of_the_dataset_bit_for_bit(dataset: LatentDataset, pr
         assert other == by_hand(loader.sampler, epoch=1) and other != expected
 
 
-def test_a_batch_is_what_the_cache_gives(path: Path) -> None:
-    dataset = LatentDataset(path)
-    unet = torch.nn.Linear(2, 2).to(torch.bfloat16)
-    for batch in loader_of(dataset, device=unet, output="mean"):
-        direct = dataset.cache.batch(batch["sample_id"], device=unet, scaled=True)
-        assert batch["latents"].dtype == torch.bfloat16 and batch["add_time_ids"].dtype == torch.float32
-        assert batch.keys() == direct.keys() and plain(batch) == plain(direct)
-    for batch in loader_of(dataset, output="moments", scaled=False):
-        direct = dataset.cache.batch(batch["sample_id"], device="cpu", output="moments")
-        assert torch.equal(batch["moments"], direct["moments"]) and batch.keys() == direct.keys()
-
-
 @PREFETCH
 def test_a_run_resumes_after_what_was_handed_out(dataset: LatentDataset, prefetch: int) -> None:
     """In this epoch, and in those that follow."""

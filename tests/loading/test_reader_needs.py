@@ -13,8 +13,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from latentcache.utils.extras import EXTRAS
-
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -64,12 +62,3 @@ def test_a_command_without_its_packages_says_what_to_install(
     done = run_without({module}, ROOT / "latentcache" / "__main__.py", *arguments)
     assert done.returncode == 2 and f"pip install 'latentcache[{extra}]'" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_each_extra_is_one_of_the_project_and_has_the_packages() -> None:
-    homes = metadata.packages_distributions() | {"peft": ["peft"], "ray": ["ray"], "av": ["av"]}
-    for extra, modules in EXTRAS.items():
-        lines = PROJECT["optional-dependencies"][extra]
-        declared = {canonicalize_name(Requirement(line).name) for line in lines}
-        for module in modules:
-            assert declared & {*map(canonicalize_name, homes[module])}, f"{module} is not in the extra {extra}"

@@ -20,7 +20,7 @@ from helpers.serving import TOKEN, RunningServer, serving_here
 from latentcache import BucketBatchSampler, Config, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import TOKEN_VARIABLE, CacheConfig
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import ConfigError, ReadOnlyError, SampleError
+from latentcache.errors import ConfigError, SampleError
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
@@ -175,16 +175,6 @@ def test_precache_fills_a_cache_elsewhere(far: Far, make_config: MakeConfig, tmp
         assert left == right
     code, out, _ = run("status", far.url)
     assert code == 0 and far.url in out and status(far.url).num_lost == status(far.url).num_unused == 0
-
-
-def test_a_reading_token_does_not_fill_a_service(
-    service: Far, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    config = make_config(**{"cache.path": service.url})
-    assert run_precache(config, dry_run=True).num_misses
-    with pytest.raises(ReadOnlyError, match="writing token"):
-        run_precache(config)
 
 
 def test_two_precaches_at_once_fill_one_service(

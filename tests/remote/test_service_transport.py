@@ -59,21 +59,10 @@ def test_a_token_that_the_server_refuses_is_named_as_the_cause(server: RunningSe
                 call()
 
 
-@pytest.mark.parametrize(
-    ("url", "token", "warns"),
-    [
-        ("http://cache-host:8765", "secret", True),
-        ("http://cache-host:8765", None, False),
-        ("https://192.0.2.1", "secret", False),
-        ("http://127.0.0.1:8765", "secret", False),
-        ("http://[::1]:8765", "secret", False),
-    ],
-)
-def test_a_token_that_anyone_on_the_way_can_read_is_warned_of(
-    url: str, token: str | None, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    ServiceTransport(url, token=token).close()
-    assert ("without encryption" in caplog.text) == warns and "secret" not in caplog.text
+@pytest.mark.parametrize("url", ["http://cache-host:8765", "https://192.0.2.1", "http://[::1]:8765"])
+def test_a_token_that_anyone_on_the_way_can_read_is_warned_of(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    ServiceTransport(url, token="secret").close()
+    assert ("without encryption" in caplog.text) == ("cache-host" in url) and "secret" not in caplog.text
 
 
 def test_a_reading_token_does_not_write(server: RunningServer) -> None:

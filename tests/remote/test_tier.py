@@ -21,7 +21,6 @@ from latentcache.errors import EntryMissingError, LatentCacheError, StoreError
 from latentcache.remote import tier
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
-from latentcache.remote.tier import folder_of
 from latentcache.store import directory
 from latentcache.store.batch import read_batch
 
@@ -61,21 +60,6 @@ def test_packs_come_while_others_are_read(relay: Relay, local: Path) -> None:
         assert read(store, 0, 24) and len(relay.requests) == before
         with pytest.raises(EntryMissingError):
             store.rows([KEYS[5], "0" * 64])
-
-
-def test_what_was_damaged_on_its_way_is_fetched_once_more(
-    relay: Relay, local: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    left = [1]
-
-    def change(path: str, status: int, data: bytes) -> bytes:
-        if "/packs/" not in path or status != 200 or not left:
-            return data
-        return flipped(data, left.pop() + data.index(MOMENTS[0].numpy().tobytes()))
-
-    relay.change = change
-    with served_store(relay.url, token=TOKEN, local=local) as store:
-        assert read(store, 0, 4) and "It is fetched again" in caplog.text
 
 
 @pytest.mark.parametrize("where", [8, 200, 5000, -3000])
@@ -182,17 +166,6 @@ def test_where_nothing_can_be_kept_the_error_says_so(
             with pytest.raises(StoreError, match=r"No space left on device.*cache\.local_max_bytes"):
                 read(store, 0, 4)
         assert not list(local.rglob("*.part")) and read(store, 0, 4)
-
-
-def test_what_a_killed_process_left_goes(server: RunningServer, local: Path) -> None:
-    folder = folder_of(server.url, local) / "packs" / "ab"
-    folder.mkdir(parents=True)
-    old, new = folder / "x.1.2.part", folder / "y.1.2.part"
-    for path in (old, new):
-        path.touch()
-    os.utime(old, (1, 1))
-    served_store(server.url, local=local).close()
-    assert new.exists() and not old.exists()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

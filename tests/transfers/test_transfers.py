@@ -169,15 +169,6 @@ def test_a_pack_that_is_damaged_at_its_source(tmp_path: Path, run_json: Run) -> 
     check(target, range(32))
 
 
-def test_a_file_that_is_no_pack_does_not_stop_the_rest(tmp_path: Path) -> None:
-    source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
-    first, *packs = sorted(source.glob("packs/*/*.safetensors"))
-    first.write_bytes(first.read_bytes()[:100])
-    report = transfer(source, target)
-    assert first.stem in report.refused and report.num_packs == len(packs)
-    assert packs_of(target).keys() == {each.stem for each in packs}
-
-
 def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
     source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
     transfer(source, target)
@@ -229,13 +220,3 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monkey
     assert packs_of(target) == {} and not list(target.rglob("*.tmp"))
     assert transfer(source, target).ok
     check(target, range(16))
-
-
-def test_commands_say_what_is_wrong(tmp_path: Path, run: Run) -> None:
-    code, _, err = run("merge", tmp_path / "all")
-    assert code == 2 and "which caches?" in err
-    code, _, err = run("sync", tmp_path / "a", tmp_path / "b", "--replace")
-    assert code == 2 and "use push or pull" in err
-    fill(tmp_path / "a", range(8))
-    code, out, _ = run("pull", tmp_path / "a", tmp_path / "b", "--dry-run")
-    assert code == 0 and "would move  1 packs" in out and not (tmp_path / "b").exists()
