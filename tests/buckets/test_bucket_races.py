@@ -34,7 +34,6 @@ from latentcache.remote.transfer import Move, transfer
 from latentcache.remote.transport import ANY_VERSION, packs_in, removals_in
 from latentcache.remote.upkeep import PruneReport, verify
 from latentcache.store.directory import pack_name
-from latentcache.store.pack import WholePack, read_row
 
 Run = Callable[..., Any]
 
@@ -89,13 +88,8 @@ def test_what_no_manifest_needs_goes(tmp_path: Path, s3_url: str, run: Run, run_
     assert len(packs_in(bucket)) == 2 and removals_in(bucket) == {}
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16, 28))
-    refused = {("--max-bytes", "1GB"): "a bucket does not know"}
-    refused |= {("--grace", grace): "--grace" for grace in ("-1", "inf", "nan", "1e9")}
-    for options, message in refused.items():
-        code, _, err = run("prune", s3_url, *options)
-        assert code == 2 and message in err
-    code, _, err = run("compact", s3_url)
-    assert code == 2 and f"`latentcache pull {s3_url} DIRECTORY`" in err
+    for refused in (("prune", s3_url, "--max-bytes", "1GB"), ("prune", s3_url, "--grace", "nan"), ("compact", s3_url)):
+        assert run(*refused)[0] == 2
 
 
 def test_packs_go_whose_entries_lie_in_other_packs(tmp_path: Path, url: str) -> None:
@@ -308,18 +302,3 @@ def test_what_goes_during_a_push_is_sent_again(tmp_path: Path, url: str, monkeyp
         assert transfer(here, url).ok
     assert transfer(url, tmp_path / "back").ok
     check(tmp_path / "back", range(16))
-
-
-def test_a_copy_in_a_part_that_verify_did_not_read_counts(tmp_path: Path, url: str) -> None:
-    here = fill(tmp_path / "here", range(8))
-    transfer(here, url)
-    bucket, [(pack, data)] = BucketTransport.open(url), packs_of(here).items()
-    row = read_row(here / pack_name(pack))
-    for _ in range(8):  # ids are random: some are in other parts
-        new, copy = WholePack.in_memory(pack, data).part(row.names())
-        bucket.write(pack_name(new.pack.id), copy, version=ANY_VERSION)
-    at = row.location(0).ranges()[0][0]
-    bucket.write(pack_name(pack), data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], version=ANY_VERSION)
-    reports = [verify(bucket, subset=(number, 8)) for number in range(1, 9)]
-    assert all(report.ok for report in reports) and sum(report.num_packs for report in reports) >= 9
-    assert list(removals_in(bucket)) == [pack]

@@ -56,12 +56,11 @@ def rule_of(common: dict[str, Any]) -> Padding | None:
     return family_named(common.get("family", DEFAULT)).padding("prompt_embeds", common["text_encoding"])
 
 
-def image_of(family: FamilyName, number: int, field: str = "moments") -> dict[str, torch.Tensor]:
+def moments_of(family: FamilyName, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     frames = [1] if family_named(family).latent.is_video else []
     sides = [side // 8 for side in bucket_of(number)]
-    channels = CHANNELS * (2 if field == "moments" else 1)
-    return {field: torch.randn([channels, *frames, *sides], generator=generator)}
+    return torch.randn([2 * CHANNELS, *frames, *sides], generator=generator)
 
 
 def text_of(number: int, length: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -76,7 +75,6 @@ def fill(
     lengths: Sequence[int],
     *,
     name: str = "ragged",
-    field: str = "moments",
     dtype: torch.dtype = torch.bfloat16,
     first: int = 0,
     **settings: Any,
@@ -94,8 +92,8 @@ def fill(
 
     rows, entries = {}, []
     for number, length in enumerate(lengths, first):
-        identity = {"kind": "image", "number": number, "family": family, "field": field}
-        image = Entry(Record(key_of(identity), "image", identity, {}), image_of(family, number, field))
+        identity = {"kind": "image", "number": number, "family": family}
+        image = Entry(Record(key_of(identity), "image", identity, {}), {"moments": moments_of(family, number)})
         text = text_entry(number, length, {"kind": "text", "of": number, "length": length, "common": common})
         size = bucket_of(number)
         geometry = Geometry(size, size, Crop(0, 0), size)
@@ -104,7 +102,9 @@ def fill(
         entries += [image, text]
     prompts = {}
     for negative in (False, True):
-        identity = prompt_identity(common, "a cat", negative=negative)
+        # Of a family that renders no texts and encodes negative ones as others.
+        source = caption_digest("not a cat" if negative else "a cat")
+        identity = {"source": source, "encoding": common["text_encoding"], "salt": "", "schema": 1, "kind": "text"}
         entry = text_entry(900 + negative, NEGATIVE_ROWS if negative else 5, identity)
         sample_id = prompt_id("a cat", negative=negative)
         prompts[sample_id] = Row(sample_id, sample_id, None, (), (Ref.of_text("a cat", entry.record.key),))
@@ -115,12 +115,6 @@ def fill(
     without_images = {key: value for key, value in common.items() if key not in ("image_encoding", "scaling")}
     manifests.write(Manifest(prompts_name(common), "prompts", 1, without_images, prompts))
     return manifest
-
-
-def prompt_identity(common: dict[str, Any], text: str, *, negative: bool) -> dict[str, Any]:
-    """The identity of a prompt of a family that renders no texts and encodes negative ones as others."""
-    source = caption_digest(text if not negative else f"not {text}")
-    return {"source": source, "encoding": common["text_encoding"], "salt": "", "schema": 1, "kind": "text"}
 
 
 def on_disk(path: Path, family: FamilyName, lengths: Sequence[int], **options: Any) -> Path:

@@ -23,9 +23,10 @@ import re
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 PACKAGE = "latentcache"
 LOCKS = f"{PACKAGE}.utils.file_locks"
@@ -72,20 +73,6 @@ def called_by_the_package() -> bool:
     return False
 
 
-def descendants() -> Iterator[int]:
-    """This process, and its children of any depth."""
-    found = {os.getpid()}
-    yield os.getpid()
-    for name in sorted(filter(str.isdigit, os.listdir("/proc")), key=int):
-        try:
-            parent = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # it has ended
-        if parent in found and int(name) not in found:
-            found.add(int(name))
-            yield int(name)
-
-
 def why_in_use(path: str) -> str | None:
     """Why a file, or one below a folder, cannot be removed or renamed; None where it can."""
     if os.path.islink(path) or not os.path.lexists(path):
@@ -95,7 +82,8 @@ def why_in_use(path: str) -> str | None:
     def is_it(name: str) -> bool:
         return name == real or (os.path.isdir(real) and name.startswith(real + os.sep))
 
-    for process in descendants():
+    here = psutil.Process()
+    for process in (here.pid, *(child.pid for child in here.children(recursive=True))):
         folder = f"/proc/{process}"
         try:
             for descriptor in os.listdir(f"{folder}/fd"):

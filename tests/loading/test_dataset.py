@@ -131,6 +131,9 @@ def test_a_resume_goes_on_after_other_entries_came_and_is_refused_after_the_pack
         again = in_packs(path)
         again.load_state_dict(state)
         assert [list(batch) for batch in again] == whole[5:]
+        dataset = LatentDataset(path, order="packs")
+        images = [dataset.cache.row(f"{number}.png")[1].images[0].key for number in range(48)]
+        assert dataset.places().rows.tolist() == [place.row for place in store.look_up(images) if place is not None]
         store.remove([LatentDataset(path).cache.row("0.png")[1].images[0].key])
         running = in_packs(path)
         order = [list(batch) for batch in running]

@@ -203,22 +203,16 @@ def test_the_process_ends_in_the_middle_of_an_iteration(path: Path) -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:
+    for options, message in (
         ({"prefetch": -1}, "prefetch is -1"),
         ({"output": "pixels"}, "output is 'pixels'; it must be one of latents, mean, moments"),
         ({"damaged": "ignore"}, "damaged is 'ignore'"),
         ({"output": "moments"}, "moments are stored unscaled"),
         ({"encode": "precache"}, r"encode is a str; it is called.*partial\(run_precache"),
-    ],
-)
-def test_settings_that_make_no_sense(dataset: LatentDataset, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(StoreError, match=message):
-        loader_of(dataset, **options)
-
-
-def test_a_loader_needs_a_sampler_and_an_endless_one_a_batch(dataset: LatentDataset) -> None:
+    ):
+        with pytest.raises(StoreError, match=message):
+            loader_of(dataset, **options)
     with pytest.raises(StoreError, match="takes a sampler, which says what a batch is"):
         LatentLoader(dataset, device="cpu")  # type: ignore[arg-type]  # what one tries first
     empty = LatentLoader(BucketBatchSampler(dataset, 100, drop_last=True), device="cpu")

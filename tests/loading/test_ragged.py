@@ -15,7 +15,7 @@ from helpers.ragged_samples import (
     NEGATIVE_ROWS,
     VIDEO,
     fill,
-    image_of,
+    moments_of,
     on_disk,
     padded,
     text_of,
@@ -63,7 +63,7 @@ def test_a_batch_is_padded_has_a_mask_and_follows_the_requesting_module(cache: L
             assert batch["caption"] == [f"photo {name}" for name in names] and batch["target_size"][0] == (64, 64)
     batch = cache.batch(SQUARE, device=torch.nn.Linear(1, 1).half(), scaled=True)
     check(batch, family)
-    moments = torch.stack([image_of(family, int(name))["moments"] for name in SQUARE])
+    moments = torch.stack([moments_of(family, int(name)) for name in SQUARE])
     mean = DiagonalGaussianDistribution(moments).mode()
     assert torch.equal(batch["latents"], (VIDEO if family == "wan" else IMAGE).apply(mean).half())
     assert batch["latents"].ndim == (5 if family == "wan" else 4) and batch["prompt_embeds"].dtype == torch.float16

@@ -30,7 +30,6 @@ from store_samples import (
 from latentcache import LatentCache
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, upkeep, writer
-from latentcache.store.batch import read_batch, stack
 from latentcache.store.pack import new_pack_id
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
@@ -284,18 +283,6 @@ def test_compact_leaves_an_unreadable_pack_until_its_entries_are_there_again(sto
     assert not compact(store).unreadable and not path.exists()
     assert verify(store).ok
     assert_holds(store, 0, 1, 2)
-
-
-def test_readers_go_on_while_packs_move(store, root):
-    add_packs(store, *([n] for n in range(6)))
-    with DiskStore(root) as warm, DiskStore(root) as cold, DiskStore(root, read_only=True) as reader:
-        keys = [key(n) for n in range(6)]
-        rows, first = warm.rows(keys), read_batch(warm, keys)
-        compact(store)
-        for found in (stack(keys, rows), read_batch(warm, keys), read_batch(cold, keys)):
-            assert found["moments"].equal(first["moments"])
-        assert_holds(reader, *range(6))
-        assert reader.damaged() == cold.damaged() == {}
 
 
 def die_in_compaction(root, name, call):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from helpers.remote_samples import check, entries_by_key, entries_of, fill, make
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref
 from latentcache.errors import DatasetError, StorageFullError, StoreError
-from latentcache.remote.transfer import End, Move, merged, transfer
+from latentcache.remote.transfer import merged, transfer
 from latentcache.store import DiskStore
-from latentcache.store.upkeep import compact, rebuild, verify
+from latentcache.store.upkeep import rebuild, verify
 from latentcache.types import Refusal
 
 Run = Callable[..., Any]
@@ -179,31 +178,6 @@ def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
     assert report.ok and report.num_packs == 1 and report.num_bytes < 10_000, "that entry alone"
     check(target, range(16))
     assert transfer(source, target).num_packs == 0
-
-
-def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = fill(tmp_path / "a", range(32)), fill(tmp_path / "b", range(40, 48), "others")
-    gone, lock = set(packs_of(source)), threading.Lock()
-
-    def find(keys: Collection[str]) -> set[str]:
-        """Let the source be compacted before the target says what it has itself."""
-        with lock:  # packs move in several threads
-            compact(source)
-        here.packs()
-        return target_finds(keys)
-
-    here, there = End.open(source), End.open(target, is_target=True)
-    target_finds = there.index.find
-    monkeypatch.setattr(there.index, "find", find)
-    report = Move(here, there).run()
-    for end in (here, there):
-        end.transport.close()
-    assert report.refused.keys() == {*gone, "photos"}
-    assert all("is gone since it was listed: run the same command again" in report.refused[pack] for pack in gone)
-    assert transfer(source, target).ok
-    check(target, range(32))
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
