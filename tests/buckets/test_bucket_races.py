@@ -24,10 +24,8 @@ from obstore.store import MemoryStore
 from latentcache import Config, LatentCache
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
-from latentcache.precache import run as precache_run
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import Plan
-from latentcache.remote import index, upkeep
+from latentcache.remote import upkeep
 from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.manifests import RemoteManifests
 from latentcache.remote.transfer import Move, transfer
@@ -178,7 +176,6 @@ def test_a_push_does_not_count_on_a_pack_that_is_about_to_go(
 def test_a_precache_does_not_count_on_a_pack_that_is_about_to_go(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config], photos: Path
 ) -> None:
-    """Nor on one that is listed after its plan, and goes before it ends."""
     config, manifests = make_config(**{"cache.path": url}), RemoteManifests(BucketTransport.open(url))
     others = photos.rename(tmp_path / "others")
     photos.mkdir()
@@ -189,39 +186,18 @@ def test_a_precache_does_not_count_on_a_pack_that_is_about_to_go(
     run_precache(config)  # into a pack of its own: packs go whole
     whole = manifests.read("photos")
     assert kept is not None and whole is not None and len(whole.rows) == 5
-
-    def lose_most() -> None:
-        manifests.write(kept)
-        assert prune(url).num_listed
+    manifests.write(kept)
+    assert prune(url).num_listed
 
     def precache() -> None:
         report = run_precache(config)
         assert report.num_encoded and report.manifests_waiting == []
 
-    def assert_whole() -> None:
-        with LatentCache(url, local=tmp_path / "other") as cache:
-            assert cache.store.find(whole.keys()) == whole.keys()
-
-    lose_most()
     with monkeypatch.context() as patch:
         once_manifests_are_read(patch, precache)
         assert prune(url).num_removed
-    assert_whole()
-    plan = precache_run.make_plan
-
-    def plan_then_lose(*arguments: Any, **options: Any) -> Plan:
-        planned = plan(*arguments, **options)
-        assert not planned.reasons
-        lose_most()
-        assert prune(url).num_removed
-        return planned
-
-    monkeypatch.setattr(index, "LISTED_S", 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(precache_run, "make_plan", plan_then_lose)
-        assert "photos" in run_precache(config).manifests_waiting
-    assert run_precache(config).manifests_waiting == []
-    assert_whole()
+    with LatentCache(url, local=tmp_path / "other") as cache:
+        assert cache.store.find(whole.keys()) == whole.keys()
 
 
 def test_what_a_listed_pack_alone_has_is_read_and_stays_where_it_is_needed(tmp_path: Path, url: str) -> None:
@@ -232,6 +208,7 @@ def test_what_a_listed_pack_alone_has_is_read_and_stays_where_it_is_needed(tmp_p
     key = key_of_image(12)
     with LatentCache(url, local=tmp_path / "local") as cache:
         assert cache.get(key).record.key == key and not cache.store.find([key])
+    assert transfer(url, tmp_path / "back", dry_run=True).ok
     report = transfer(url, tmp_path / "back")
     assert report.ok and report.manifests == ["photos"]
     check(tmp_path / "back", range(16))
