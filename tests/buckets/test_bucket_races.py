@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from helpers.remote_samples import (
     check,
     entries_by_key,
+    entries_of,
     fill,
     key_of_image,
     make_manifest,
@@ -21,10 +21,9 @@ from helpers.remote_samples import (
 )
 from obstore.store import MemoryStore
 
-from latentcache import Config, LatentCache
+from latentcache import LatentCache
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
-from latentcache.precache.run import run_precache
 from latentcache.remote import upkeep
 from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.manifests import RemoteManifests
@@ -173,33 +172,6 @@ def test_a_push_does_not_count_on_a_pack_that_is_about_to_go(
     check(tmp_path / "back", range(16))
 
 
-def test_a_precache_does_not_count_on_a_pack_that_is_about_to_go(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Config], photos: Path
-) -> None:
-    config, manifests = make_config(**{"cache.path": url}), RemoteManifests(BucketTransport.open(url))
-    others = photos.rename(tmp_path / "others")
-    photos.mkdir()
-    shutil.move(others / "a.png", photos)
-    run_precache(config)
-    kept = manifests.read("photos")
-    shutil.copytree(others, photos, dirs_exist_ok=True)
-    run_precache(config)  # into a pack of its own: packs go whole
-    whole = manifests.read("photos")
-    assert kept is not None and whole is not None and len(whole.rows) == 5
-    manifests.write(kept)
-    assert prune(url).num_listed
-
-    def precache() -> None:
-        report = run_precache(config)
-        assert report.num_encoded and report.manifests_waiting == []
-
-    with monkeypatch.context() as patch:
-        once_manifests_are_read(patch, precache)
-        assert prune(url).num_removed
-    with LatentCache(url, local=tmp_path / "other") as cache:
-        assert cache.store.find(whole.keys()) == whole.keys()
-
-
 def test_what_a_listed_pack_alone_has_is_read_and_stays_where_it_is_needed(tmp_path: Path, url: str) -> None:
     whole = manifest_of(listed_pack(tmp_path, url))
     assert whole is not None
@@ -208,6 +180,7 @@ def test_what_a_listed_pack_alone_has_is_read_and_stays_where_it_is_needed(tmp_p
     key = key_of_image(12)
     with LatentCache(url, local=tmp_path / "local") as cache:
         assert cache.get(key).record.key == key and not cache.store.find([key])
+        assert cache.store.add(entries_of(12)) == 2, "as a precache does: it does not count on what is about to go"
     assert transfer(url, tmp_path / "back", dry_run=True).ok
     report = transfer(url, tmp_path / "back")
     assert report.ok and report.manifests == ["photos"]
