@@ -85,8 +85,9 @@ def test_what_no_manifest_needs_goes(tmp_path: Path, s3_url: str, run: Run, run_
     assert len(packs_in(bucket)) == 2 and removals_in(bucket) == {}
     transfer(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16, 28))
-    for refused in (("prune", s3_url, "--max-bytes", "1GB"), ("prune", s3_url, "--grace", "nan"), ("compact", s3_url)):
-        assert run(*refused)[0] == 2
+    for refused in (["--max-bytes", "1GB"], ["--grace", "-1"], ["--grace", "nan"], ["--grace", "1e9"]):
+        assert run("prune", s3_url, *refused)[0] == 2
+    assert run("compact", s3_url)[0] == 2
 
 
 def test_packs_go_whose_entries_lie_in_other_packs(tmp_path: Path, url: str) -> None:

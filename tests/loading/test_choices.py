@@ -223,7 +223,9 @@ def test_the_state_of_other_choices_is_refused_by_name(path: Path) -> None:
     state = sampler.state_dict()
     for choices, message in (
         ({"caption_dropout": 0.1}, r"caption_dropout \(0\.3 there, 0\.1 here\)"),
+        ({"dropout_to": "zeros"}, r"dropout_to \('empty' there, 'zeros' here\)"),
         ({"flips": False}, r"flips \('random' there, 'fixed' here\)"),
+        ({"caption": 0}, r"caption \('random' there, 0 here\)"),
         ({"caption": 1, "flips": False}, r"caption .*, flips"),
     ):
         with pytest.raises(StoreError, match=message):

@@ -132,7 +132,9 @@ FEW = Items([0, 0, 0, 1, 1])
     ("dataset", "options", "message"),
     [
         (FEW, {"batch_size": 3}, r"batch_size \(2 there, 3 here\)\."),
+        (FEW, {"seed": 2}, r"seed \(1 there, 2 here\)"),
         (FEW, {"shuffle": False}, r"shuffle \(True there, False here\)"),
+        (FEW, {"drop_last": True}, r"drop_last"),
         (Items([0, 0, 0, 1, 0]), {}, r"dataset \('numbers"),
         (Items(FEW.buckets, [0, 0, 1, 1, 2]), {}, r"packs \(None there, .*, window \(None there, 16"),
         (FEW, {"world_size": 2}, r"world_size \(1 there, 2 here\).*set_epoch\(0\)"),
