@@ -36,7 +36,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store import DiskStore
+from latentcache.store import DiskStore, disk
 from latentcache.store import writer as writer_module
 from latentcache.store.entry import own_entry
 from latentcache.store.index import Index
@@ -58,6 +58,25 @@ def test_a_cache_holds_what_it_should_and_nothing_else(root):
         assert_holds(store, *range(6))
         assert store.stats().num_packs == 2
     assert listing(root) == [*CLEAN, "2 packs"]
+
+
+@pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["all", "a part"])
+def test_what_another_writer_stores_meanwhile_is_there_once(root, monkeypatch, numbers):
+    """Between the look into the index and the row in it."""
+    write = disk.write_pack
+    with DiskStore(root) as store, DiskStore(root) as other:
+
+        def write_and_meet(path, entries):
+            monkeypatch.undo()
+            assert other.add(samples(0, 2)) == 2
+            return write(path, entries)
+
+        monkeypatch.setattr(disk, "write_pack", write_and_meet)
+        assert store.add(samples(*numbers)) == len(numbers) - 1
+        for each in (store, other):
+            assert sorted(each.keys()) == sorted({key(0), key(2), *map(key, numbers)})
+            assert_holds(each, 2, *numbers)
+    assert listing(root) == [*CLEAN, f"{len(numbers)} packs"]
 
 
 LIMITS = {"PACK_BYTES": 3 * sample(0).num_bytes, "PACK_ENTRIES": 2, "PACK_AGE_S": 0.0}
