@@ -107,7 +107,7 @@ def test_a_mapped_pack_that_is_cut_short_does_not_kill_the_process(tmp_path):
 # The index -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["deleted", "garbage", "cut", "emptied", "flipped rows"])
+@pytest.mark.parametrize("how", ["deleted", "garbage", "cut", "emptied", "rows", "names"])
 def test_a_lost_index_is_rebuilt(root, how, caplog):
     with DiskStore(root) as store:
         store.add(samples(2, 3))
@@ -117,8 +117,9 @@ def test_a_lost_index_is_rebuilt(root, how, caplog):
         shutil.rmtree(root / "index")
     else:
         garbage = random.Random(4).randbytes(30_000)
-        rows = data.replace(b'"groups":', b'"gruups":')
-        database.write_bytes({"garbage": garbage, "cut": data[:5000], "emptied": b"", "flipped rows": rows}[how])
+        rows, names = data.replace(b'"groups":', b'"gruups":'), data.replace(b"pack:", b"pick:")
+        kinds = {"garbage": garbage, "cut": data[:5000], "emptied": b"", "rows": rows, "names": names}
+        database.write_bytes(kinds[how])
     with DiskStore(root, read_only=True) as store:
         assert_holds(store, *range(4))
     with caplog.at_level(logging.INFO, "latentcache"), DiskStore(root) as store:
