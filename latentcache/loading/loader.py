@@ -246,11 +246,14 @@ class LatentLoader(Closing):
         return len(self.sampler)
 
     def __iter__(self) -> BatchIterator:
-        """The present epoch, or what is left of it after `load_state_dict`. StoreError: it has items, but no batch."""
+        """The present epoch, or what is left of it after `load_state_dict`."""
         return self._begin(endless=False)
 
     def forever(self) -> BatchIterator:
-        """Epoch after epoch without end, from where the sampler is. The next epoch is prefetched too."""
+        """Epoch after epoch without end, from where the sampler is. The next epoch is prefetched too.
+
+        StoreError: the dataset has no items.
+        """
         return self._begin(endless=True)
 
     def set_epoch(self, epoch: int) -> None:
@@ -274,8 +277,8 @@ class LatentLoader(Closing):
     def _begin(self, *, endless: bool) -> BatchIterator:
         if self._closed:
             raise StoreError("the loader is closed; make a new one")
-        if (endless or len(self.dataset)) and not len(self.sampler):
-            raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
+        if endless and not len(self.sampler):
+            raise StoreError(f"{self.dataset.path}: the dataset has no items, so that an epoch has no batch")
         self.encode_missing()
         iterator = BatchIterator(self, self.sampler.begin(), endless=endless)
         self._iterators.add(iterator)

@@ -132,6 +132,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     With `world_size` ranks every rank gets the same number of batches, and the order does not depend on how many ranks
     there are. Batches that cannot be shared equally at the end of an epoch are left out: others in the next epoch.
+    StoreError where a dataset with items gives a rank no batch at all.
 
     A dataset with `order="packs"` is visited in pack order (`pack_order.pack_batches`): the packs that hold the images
     are shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. It then depends on the
@@ -172,6 +173,11 @@ class BucketBatchSampler(Sampler[list[int]]):
             _check_ranks(self._places.identity, world_size)
         self._cursor = Cursor(0)
         self._identity: str | None = None
+        if len(dataset) and not len(self):  # training would end at once, without a word
+            raise StoreError(
+                f"an epoch of {len(dataset)} items has no batch: use a batch_size below {batch_size}, fewer ranks than "
+                f"{world_size}, or drop_last=False"
+            )
 
     @property
     def epoch(self) -> int:

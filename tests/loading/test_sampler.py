@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
@@ -58,6 +58,15 @@ def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
     return [[(int(item), item.draw) for item in batch] for batch in sampler]
 
 
+def made(dataset: Any, *arguments: Any, **options: Any) -> BucketBatchSampler:
+    """The sampler; an example whose epoch has no batch is refused, and is none."""
+    try:
+        return BucketBatchSampler(dataset, *arguments, **options)
+    except StoreError as error:
+        assert "items has no batch" in str(error)
+        reject()
+
+
 NUM = st.integers(1, 4)
 
 
@@ -65,13 +74,13 @@ NUM = st.integers(1, 4)
 @given(DATASETS, NUM, st.booleans(), st.booleans(), st.integers(-(2**70), 2**70), NUM, NUM)
 def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, window) -> None:  # type: ignore[no-untyped-def]
     options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "window": window}
-    whole = list(BucketBatchSampler(dataset, batch_size, **options))
+    whole = list(made(dataset, batch_size, **options))
     items = [item for batch in whole for item in batch]
     assert len(set(items)) == len(items) and (drop_last or len(items) == len(dataset))
     assert all(len({dataset.bucket(item) for item in batch}) == 1 and len(batch) <= batch_size for batch in whole)
     assert not drop_last or all(len(batch) == batch_size for batch in whole)
     ranks = [{"rank": rank, "world_size": world_size} for rank in range(world_size)]
-    samplers = [BucketBatchSampler(dataset, batch_size, **rank, **options) for rank in ranks]
+    samplers = [made(dataset, batch_size, **rank, **options) for rank in ranks]
     shares = [list(sampler) for sampler in samplers]
     dealt = [batch for step in zip(*shares, strict=True) for batch in step]
     assert len(whole) == samplers[0].num_batches and len(dealt) == len(whole) // world_size * world_size
@@ -88,7 +97,7 @@ def test_an_epoch(dataset, batch_size, shuffle, drop_last, seed, world_size, win
 @given(DATASETS, NUM, st.integers(1, 3), st.integers(0, 12))
 def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, world_size, stop) -> None:  # type: ignore[no-untyped-def]
     def share(rank: int) -> BucketBatchSampler:
-        return BucketBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size, window=2)
+        return made(dataset, batch_size, seed=3, rank=rank, world_size=world_size, window=2)
 
     first, expected, taken = [share(rank) for rank in range(world_size)], [], 0
     for sampler in first:

@@ -30,6 +30,7 @@ from store_samples import (
 from latentcache import LatentCache
 from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, upkeep, writer
+from latentcache.store.batch import read_batch, stack
 from latentcache.store.pack import new_pack_id
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
@@ -255,6 +256,18 @@ def test_compact_joins_small_packs_and_never_copies_damage(store, root):
     assert store.find([key(5)]) == set() and verify(store).ok
     again = compact(store)
     assert again.num_entries == 0 and again.num_packs_after == 1
+
+
+def test_readers_go_on_while_packs_move(store, root):
+    add_packs(store, *([n] for n in range(6)))
+    with DiskStore(root) as warm, DiskStore(root) as cold, DiskStore(root, read_only=True) as reader:
+        keys = [key(n) for n in range(6)]
+        rows, first = warm.rows(keys), read_batch(warm, keys)
+        compact(store)
+        for found in (stack(keys, rows), read_batch(warm, keys), read_batch(cold, keys)):
+            assert found["moments"].equal(first["moments"])
+        assert_holds(reader, *range(6))
+        assert reader.damaged() == cold.damaged() == {}
 
 
 def test_compact_drops_dead_rows(store, monkeypatch):
