@@ -28,6 +28,7 @@ from pydantic import (
 from latentcache.errors import StoreError
 from latentcache.families import DEFAULT, DEFAULT_REPOSITORY, FamilyName
 from latentcache.location import CacheLocation, cache_location
+from latentcache.utils.durable_files import expanded
 from latentcache.utils.wording import counted
 
 TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
@@ -41,11 +42,11 @@ MAX_VARIANTS = 1000
 RETRY_S = 30.0
 """For so long a request is tried again that is not answered."""
 
-_WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])\Z", re.IGNORECASE)
+WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])\Z", re.IGNORECASE)
 
 
 def _no_device(name: str) -> str:
-    if _WINDOWS_DEVICE.match(name):
+    if WINDOWS_DEVICE.match(name):
         raise ValueError(f"{name!r} names a device under Windows, where no file can have it: choose another name")
     return name
 
@@ -53,7 +54,7 @@ def _no_device(name: str) -> str:
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_device)]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+UserPath = Annotated[Path, AfterValidator(expanded)]
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Alias = BeforeValidator(lambda name: DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name)
 DtypeName = Annotated[Literal["auto", "float32", "float16", "bfloat16"], Alias]

@@ -9,6 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import PlainValidator
 
+from latentcache.utils.durable_files import expanded
+
 Kind = Literal["directory", "bucket", "service", "hub"]
 SERVICE_SCHEMES = ("http", "https")
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
@@ -46,7 +48,7 @@ def kind_of(location: Path | str) -> Kind:
 def cache_location(value: object) -> Path | str:
     """A path, or the URL of a bucket or a service as text. ValueError, which names what is allowed, for the rest."""
     if isinstance(value, Path):
-        return value.expanduser()
+        return expanded(value)
     scheme = _SCHEME.match(value) if isinstance(value, str) else None
     if isinstance(value, str) and scheme is None:
         if _MISTYPED.match(value):
@@ -54,7 +56,7 @@ def cache_location(value: object) -> Path | str:
                 f"{_shown(value)}: is no whole URL (a Path keeps one slash after its colon): give a URL as text; a "
                 f"directory of this name is ./NAME. A cache is {ALLOWED}"
             )
-        return Path(value).expanduser()
+        return expanded(value)
     name = "" if scheme is None else scheme[1].lower()
     if scheme is None or name not in ("file", "hf", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
         raise ValueError(f"{_shown(value)}: a cache is {ALLOWED}")

@@ -17,6 +17,7 @@ from latentcache.location import HUB
 from latentcache.remote.transport import Transport
 from latentcache.store.directory import KEEPS_MAPPED, pack_name, remove_unless_mapped
 from latentcache.store.entry import PACK_SUFFIX
+from latentcache.utils.durable_files import expanded
 from latentcache.utils.locks import locked
 
 NUM_THREADS = 4
@@ -32,7 +33,7 @@ def folder_of(url: str, local: str | Path | None = None) -> Path:
     """Where this disk keeps what is of the cache at `url`: below `local`, or the user's cache folder (XDG)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     root = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "latentcache"
-    return (root if local is None else Path(local).expanduser()) / digest(url.encode())[:16]
+    return (root if local is None else expanded(local)) / digest(url.encode())[:16]
 
 
 def snapshot(url: str, local: str | Path | None = None) -> Path:

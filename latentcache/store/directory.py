@@ -11,6 +11,7 @@ from pathlib import Path
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
 from latentcache.store.entry import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
+    expanded,
     make_folder,
     read_small_file,
     remove_whole,
@@ -40,7 +41,7 @@ class CacheDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True, read_only: bool = False):
-        self.path = Path(path).expanduser().absolute()
+        self.path = expanded(path).absolute()
         self.packs = self.path / "packs"
         self.index = self.path / "index"
         self.manifests = self.path / "manifests"

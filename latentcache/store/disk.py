@@ -27,7 +27,7 @@ from latentcache.store.pack import WholePack, new_pack_id, read_row, write_pack
 from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
-from latentcache.utils.durable_files import remove_whole, sealed_file, system_errors, write_all
+from latentcache.utils.durable_files import expanded, remove_whole, sealed_file, system_errors, write_all
 from latentcache.utils.locks import locked
 
 _MAX_REASON_CHARS = 500
@@ -76,7 +76,7 @@ class DiskStore(PackReader):
     @contextmanager
     def opened(cls, store: DiskStore | str | os.PathLike[str]) -> Iterator[DiskStore]:
         """The store itself, or one opened for the block: read-only if the directory cannot be written."""
-        path = store.path if isinstance(store, DiskStore) else Path(store).expanduser()
+        path = store.path if isinstance(store, DiskStore) else expanded(store)
         with system_errors(path):
             if isinstance(store, DiskStore):
                 yield store

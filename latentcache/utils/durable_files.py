@@ -21,6 +21,11 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 logger = logging.getLogger("latentcache")
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path, of which `~` is the home directory. That of a user who is not known stays: Path's own method raises."""
+    return Path(os.path.expanduser(path))
+
+
 @contextmanager
 def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
     """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError."""

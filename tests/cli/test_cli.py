@@ -259,6 +259,14 @@ def test_faults_of_ours_and_ctrl_c_have_codes_of_their_own(
     assert code == 130 and "interrupted; sealed entries are safe" in err
 
 
+def test_the_tilde_of_a_user_who_is_not_known_stays(
+    config_file: Path, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_json("precache", config_file, "--cache.path=~nobody-here/cache")[0] == 0
+    assert (tmp_path / "~nobody-here" / "cache" / "manifests").is_dir()
+
+
 def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any, photos: Path) -> None:
     for index in range(20):
         write_photo(photos / f"more{index}.png", index, (300, 520))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from latentcache.precache.memo import Memo
 from latentcache.store.batch import read_batch
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, Record
+from latentcache.utils.durable_files import expanded
 from latentcache.utils.signals import uninterrupted
 
 logger = logging.getLogger("latentcache")
@@ -179,7 +179,7 @@ class CacheModule:
 
     @cached_property
     def _store(self) -> DiskStore:
-        return DiskStore(Path(self.cache_dir).expanduser() / FOLDER)
+        return DiskStore(expanded(self.cache_dir) / FOLDER)
 
     @cached_property
     def _memo(self) -> Memo:
