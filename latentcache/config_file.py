@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError
 
-from latentcache.config import BucketsConfig, Config, as_list, as_section
+from latentcache.config import PROMPTS_PREFIX, WINDOWS_DEVICE, BucketsConfig, Config, as_list, as_section
 from latentcache.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -113,7 +113,9 @@ def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
 
 def near_name(text: str) -> str:
     """The text as a name that a dataset may have; empty where no letter and no digit of it is left."""
-    return re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")[:64]
+    name = re.sub("[^A-Za-z0-9_-]+", "-", text).strip("-_")
+    is_reserved = WINDOWS_DEVICE.match(name) or name.lower().startswith(PROMPTS_PREFIX)
+    return f"{'my-' if is_reserved else ''}{name}"[:64]
 
 
 AUTO_OR_NUMBER = ("batch_size", "num_workers", "max_encoders")

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from latentcache.config_file import near_name, parse_config
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families import DEFAULT, DEFAULT_REPOSITORY
 from latentcache.types import Refusal
+from latentcache.utils.durable_files import expanded
 from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
 REPEATS = re.compile(r"([1-9][0-9]{0,5})_(.+)")
@@ -72,7 +74,7 @@ def init(
     """
     from latentcache.dataset.samples import is_image, walk
 
-    photos = photos.expanduser()
+    photos = expanded(photos)
     config = config or Path(f"{near_name(photos.resolve().name) or 'photos'}.yaml")
     if config.exists() or config.suffix not in (".yaml", ".yml"):
         problem = "exists, and is left as it is" if config.exists() else "does not end in .yaml"
@@ -86,7 +88,8 @@ def init(
         folder = photos / top
         match = REPEATS.fullmatch(folder.resolve().name)
         name = near_name(match[2] if match else folder.resolve().name) or "photos"
-        name = f"{name[:56]}-{len(found) + 1}" if name.lower() in map(str.lower, found) else name
+        taken, again = set(map(str.lower, found)), (f"{name[:56]}-{number}" for number in count(len(found) + 1))
+        name = next(each for each in chain([name], again) if each.lower() not in taken)
         begin = f"{top}/" if top else ""
         own = [file.removeprefix(begin) for file in files if file.startswith(begin)]
         (extension, alone), buckets = _captions_among(own), BUCKETS[trainer]

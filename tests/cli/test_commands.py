@@ -83,6 +83,15 @@ def test_folders_with_repeats_are_datasets(folder: Path, run: Any, run_json: Any
     assert "move them into a folder such as 1_rest" in run("init", "set", "again.yaml")[1]
 
 
+def test_names_that_a_dataset_may_not_have(folder: Path, run_json: Any) -> None:
+    """They are reserved, or another folder has them, also among those that are made."""
+    for name in ("1_a", "2_a-3", "3_a", "4_validation-prompts", "5_COM1"):
+        shutil.copytree(folder, folder.parent / "set" / name)
+    assert run_json("init", "set")[0] == 0
+    names = [dataset.name for dataset in load_config("set.yaml").datasets]
+    assert names == ["a", "a-3", "a-4", "my-validation-prompts", "my-COM1"]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
 @pytest.mark.parametrize("name", [r"it's: C:\a #1, {b}", "two\nlines", "a\udcffb"])
 def test_odd_names_of_folders_are_quoted(folder: Path, run: Any, name: str) -> None:
