@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from latentcache.devices.tensor_location import CPU, device_of_values, immovable_reason
 from latentcache.errors import CheckpointError, DeviceError
@@ -177,6 +177,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
     if by_itself:
         numbered = [{**group, "params": saved["params"]} for group, saved in zip(groups, saved_groups, strict=True)]
         optimizer.load_state_dict({**state_dict, "param_groups": numbered})
+        held = {_memory(tensor) for _, tensor in named_tensors(saved_state, "")} - {0}
+        for param, values in optimizer.state.items():  # torch's own loading keeps what is in its place already
+            optimizer.state[param] = tree_map_only(
+                torch.Tensor, lambda each: each.clone() if _memory(each) in held else each, values
+            )
         return
     state: dict[Any, Any] = defaultdict(dict)
     owners: dict[Any, tuple[Mapping[str, Any], torch.Tensor]] = {}
@@ -191,6 +196,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
     optimizer.__setstate__({"state": state, "param_groups": groups})
     for loaded in optimizer._optimizer_load_state_dict_post_hooks.values():
         loaded(optimizer)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a plain tensor's memory begins; 0 for any other."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _movable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -11,9 +11,16 @@ from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer
 from latentcache.errors import CheckpointError, DeviceError
 
 
-def trained(dtype: torch.dtype = torch.float32, **flags: Any) -> torch.optim.Optimizer:
+class LoadsByItself(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def trained(
+    dtype: torch.dtype = torch.float32, kind: type[torch.optim.AdamW] = torch.optim.AdamW, **flags: Any
+) -> torch.optim.Optimizer:
     model = torch.nn.Linear(3, 2).to(dtype)
-    optimizer = torch.optim.AdamW(model.named_parameters(), **flags)
+    optimizer = kind(model.named_parameters(), **flags)
     model(torch.ones(1, 3, dtype=dtype)).sum().backward()
     optimizer.step()
     return optimizer
@@ -55,8 +62,9 @@ def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() 
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_what_is_loaded_shares_no_memory_with_its_source(is_fused: bool) -> None:
-    source, optimizer = (trained(torch.bfloat16, fused=is_fused) for _ in range(2))
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, LoadsByItself])
+def test_what_is_loaded_shares_no_memory_with_its_source(is_fused: bool, kind: type[torch.optim.AdamW]) -> None:
+    source, optimizer = (trained(torch.bfloat16, kind, fused=is_fused) for _ in range(2))
     source.param_groups[0]["history"] = [1.0]
     load_optimizer_state(optimizer, source.state_dict())
     states = [*zip(state_tensors(source), state_tensors(optimizer), strict=True)]
