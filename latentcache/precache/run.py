@@ -103,7 +103,7 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
         progress, stop = progress or Progress(), stop or threading.Event()
         wanted = None if only is None else frozenset(only)
         run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders, wanted)
-        with workspace.in_use():
+        with workspace.in_use(wait=only is not None):  # a training is not to end because somebody compacts
             try:
                 run.plan(verify_sources)
                 if not dry_run:

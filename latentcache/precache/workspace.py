@@ -41,10 +41,10 @@ class Workspace(AbstractContextManager["Workspace"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def in_use(self) -> AbstractContextManager[Any]:
-        """A lock for the time of a run: no process prunes or compacts the cache meanwhile."""
+    def in_use(self, *, wait: bool = False) -> AbstractContextManager[Any]:
+        """A lock for the time of a run: no process prunes or compacts the cache meanwhile. `wait` for one that does."""
         if isinstance(self.store, DiskStore) and not self.store.read_only:
-            return self.store.lock("precache", shared=True)
+            return self.store.lock("precache", shared=True, wait=wait)
         return nullcontext()
 
     def prune(self, max_bytes: int) -> None:

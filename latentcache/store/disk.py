@@ -259,11 +259,14 @@ class DiskStore(PackReader):
     # Writing
 
     @contextmanager
-    def lock(self, operation: str, *, shared: bool) -> Iterator[None]:
-        """Keep upkeep away while the block runs, or (not `shared`) all writers. StoreBusyError if there is one."""
+    def lock(self, operation: str, *, shared: bool, wait: bool = False) -> Iterator[None]:
+        """Keep upkeep away while the block runs, or (not `shared`) all writers. StoreBusyError if there is one.
+
+        With `wait` the block begins when it has ended.
+        """
         if self.read_only:
             raise ReadOnlyError(self.path)
-        with locked(self.directory.lock, operation, shared=shared):
+        with locked(self.directory.lock, operation, shared=shared, wait=wait):
             # What was in memory may be older than the lock: nothing is removed or moved from here on.
             self.reload()
             yield

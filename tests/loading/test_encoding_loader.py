@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from helpers.pack_damage import damage
 from loading import config_of, lose_image, plain
 
-from latentcache import BucketBatchSampler, LatentDataset, LatentLoader, LoadedModels, Report, run_precache
+from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader, LoadedModels, Report, run_precache
 from latentcache.errors import ConfigError, SampleError
 from latentcache.models.tiny import tiny_parts
 
@@ -74,6 +74,17 @@ def test_a_pruned_cache_gives_the_batches_of_a_complete_one(folder: Path, prefet
     assert dataset.missing() == set() and not loader.refused
     assert {path: path.read_bytes() for path in before} == before
     assert encode.run(dry_run=True).num_misses == 0
+
+
+def test_it_waits_for_a_compaction(folder: Path) -> None:
+    dataset = dataset_of(folder)
+    expected = batches_of(loader_of(dataset))
+    lose_image(dataset, "c.png")
+    with ThreadPoolExecutor(1) as executor, DiskStore(folder / "cache") as store:
+        with store.lock("compact", shared=False):
+            found = executor.submit(batches_of, loader_of(dataset, encode=Encoder(folder)))
+            assert not wait([found], timeout=2).done
+        assert found.result(60) == expected
 
 
 def test_entries_that_are_lost_in_the_middle_are_encoded_when_they_are_met(folder: Path) -> None:
