@@ -284,7 +284,7 @@ def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
         raise ConfigError("the config has no dataset with the role train, whose prompts validation reads")
     own = cache.restricted(training[0])
     try:
-        keys = {key for name in names for key in cache.manifest(name).keys()}
+        keys = {key for name in names for key in cache.manifest(name).rows.entry_keys(usable=True)}
         prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")
     except StoreError:
         return False

@@ -363,7 +363,7 @@ class MissingEntryEncoder:
         """How many entries of the manifest the store lacks; None where there is no manifest."""
         if dataset.name not in self._cache.manifests.names():
             return None
-        keys = self._cache.manifest(dataset.name).keys()
+        keys = set(self._cache.manifest(dataset.name).rows.entry_keys(usable=True))
         return len(keys) - len(self._cache.store.find(keys))
 
     @contextmanager

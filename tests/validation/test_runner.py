@@ -16,6 +16,7 @@ from helpers.runner_runs import precache_training_set, runner_for, validation_co
 
 from latentcache.config import Config
 from latentcache.errors import ConfigError, SampleError, StoreError, TrainableEncoderError
+from latentcache.integrations.diffusers import validation_parts
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
@@ -49,6 +50,20 @@ def without_encoders(training: Training) -> dict[str, Any]:
     """The parts of a run on a warm cache."""
     kept = ("unet", "vae", "optimizer", "ema", "scaler")
     return {name: training.parts.get(name) for name in kept} | {"scheduler": training.scheduler}
+
+
+def test_a_set_with_a_refused_photo_is_whole(config: Config, photos: Path) -> None:
+    """A photo that cannot be decoded has keys in the manifest, and never entries."""
+    photo = next(photos.glob("*.png"))
+    (photos / "cut.png").write_bytes(photo.read_bytes()[:-40])
+    assert run_precache(config).failed
+    training = Training(CPU)
+    with LatentCache(config.cache.path) as cache:
+        report = ValidationRunner(without_encoders(training), cache, config).run(1)
+        assert report is not None and not any("lost" in note for note in report.notes)
+        assert validation_parts(config, cache).keys() == {"vae"}
+        report = runner_for(training, cache, config).run(2)
+        assert report is not None and not any("refused" in note for note in report.notes), "nothing is tried again"
 
 
 @pytest.mark.parametrize("variant", ["ema", "amp", "schedule-free"])
