@@ -379,7 +379,8 @@ class MissingEntryEncoder:
                 yield Workspace(cache.store, cache.manifests), models
             else:
                 on_disk = self._config.cache.model_copy(update={"path": cache.path, "store": "disk"})
-                with open_workspace(on_disk) as workspace:
+                # A training is not to end because somebody compacts the cache.
+                with open_workspace(on_disk) as workspace, workspace.in_use(wait=True):
                     yield workspace, models
         cache.refresh()
         phases.place()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +22,7 @@ from latentcache.integrations.diffusers import validation_parts
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
+from latentcache.store.disk import DiskStore
 from latentcache.validation import runner as runner_module
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.runner import ValidationRunner
@@ -64,6 +67,15 @@ def test_a_set_with_a_refused_photo_is_whole(config: Config, photos: Path) -> No
         assert validation_parts(config, cache).keys() == {"vae"}
         report = runner_for(training, cache, config).run(2)
         assert report is not None and not any("refused" in note for note in report.notes), "nothing is tried again"
+
+
+def test_a_cold_validation_waits_for_a_compaction(cold: LatentCache, config: Config) -> None:
+    training = Training(CPU)
+    with DiskStore(config.cache.path) as store, ExitStack() as held:
+        held.enter_context(store.lock("compact", shared=False))
+        threading.Timer(2, held.close).start()
+        report = runner_for(training, cold, config).run(1)
+    assert report is not None and report.num_filled > 0
 
 
 @pytest.mark.parametrize("variant", ["ema", "amp", "schedule-free"])
