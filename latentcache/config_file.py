@@ -102,7 +102,7 @@ def _wanted(dotted: str, fault: Mapping[str, Any]) -> str | None:
         return "give a list" + (" in the file; no flag takes one" if isinstance(fault["input"], str) else "")
     if dotted.endswith("buckets.area") and fault["type"] == "int_parsing":
         return "give a number of pixels, such as 1048576 for 1024x1024"
-    if fault["loc"][-1] != (name := dotted.split(".")[-1]) and name in AUTO_OR_NUMBER:
+    if fault["loc"][-1:] != (name := dotted.split(".")[-1],) and name in AUTO_OR_NUMBER:
         return "give 'auto' or a whole number from 1"
     if dotted.endswith("max_bytes"):
         return "give a number of bytes, such as 50GB or 50GiB"

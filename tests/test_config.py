@@ -116,6 +116,7 @@ def test_resolutions_are_one_dataset_each(load: Any) -> None:
     [
         ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
+        ({"\ud800": 1}, r"config: .* unable to parse raw data as a unicode string"),
         ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
         ({"cache": {"max_bytes": "lots"}}, r"cache\.max_bytes: give a number of bytes, such as 50GB"),
         ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$"),
