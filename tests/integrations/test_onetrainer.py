@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from helpers.pipeline_sdxl import RECORDED, Run, Setup, concept, write_photos
 
 from latentcache.dataset.samples import Signature
 from latentcache.models.tiny import tiny_parts
+from latentcache.store.disk import DiskStore
 
 Make = Callable[..., Setup]
 
@@ -221,3 +223,12 @@ def test_another_model_or_setting(
     assert_same_items(run, live(setup(**changed)))
     assert not any(torch.equal(item[name], before[photo][name]) for photo, item in run.by_photo().items())
     assert setup().start().encoded == Counter(), "the entries of the first models are still there"
+
+
+def test_an_epoch_waits_for_a_compaction(setup: Make, folder: Path) -> None:
+    run = setup().start()
+    add(folder, "later", 99)
+    with DiskStore(run.setup.cache_dir / "image" / "latentcache") as store, ExitStack() as held:
+        held.enter_context(store.lock("compact", shared=False))
+        threading.Timer(2, held.close).start()
+        assert setup().start().encoded["vae"] == 1

@@ -225,7 +225,8 @@ class CacheModule:
         encode = on_current_device(torch.device(self.pipeline.device), partial(self._encode, reader))
         tidy = getattr(self, "_torch_gc", _nothing)  # mgds' modules have it
         encoding = ItemEncoding(self._store, self._state.executor, encode, self.should_stop, tidy)
-        with own_random_streams(missing):
+        # A training is not to end because somebody compacts its cache.
+        with self._store.lock("caching", shared=True, wait=True), own_random_streams(missing):
             try:
                 self.before_cache_fun()
                 encoding.run(missing)
