@@ -37,10 +37,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,16 +49,7 @@ from typing import Any, NamedTuple
 import torch
 from benchmarking import write_manifest
 from file_operations import CHANGES, ERRORS, NEVER, Change, FileOperations, preloaded
-from soaking import (
-    Goal,
-    Soak,
-    config_of,
-    digest_of,
-    run_soak,
-    sample_entries,
-    text_entry,
-    write_photo,
-)
+from soaking import Goal, Soak, config_of, digest_of, run_soak, sample_entries, text_entry, write_photo
 
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, LatentCacheError
@@ -78,20 +70,18 @@ PACK_ENTRIES = 3
 """Packs are small, so that seals and interruptions meet often."""
 NUM_SAMPLES = 6
 SIZE = Size(64, 64)
-NUM_PHOTOS = 3
-MANY_PHOTOS = 40
-KILLS_PER_POINT = 20
-KILLS_PER_ROUND = 4
+NUM_PHOTOS, MANY_PHOTOS = 3, 40
+KILLS_PER_POINT, KILLS_PER_ROUND = 20, 4
 KILLED = ("precache", "add", "import", "verify", "prune", "compact", "rebuild", "open")
 CUT = ("precache", "add", "import", "prune", "compact", "rebuild", "open")
 SECTOR_BYTES = 512
-RERUN_CUTS_EVERY = 4
+RERUN_CUTS_EVERY, RERUN_FAULTS_EVERY = 4, 10
 CASE_S = 120
-RERUN_FAULTS_EVERY = 10
 
 fork = multiprocessing.get_context("fork")
 
-Note = Callable[[str, Sequence[str]], None]
+Note = Callable[[str, Sequence[str]], object]
+"""Is told the keys of each pack before it is sealed (`begin`) and after it is durable (`sealed`)."""
 
 
 def nothing_noted(event: str, keys: Sequence[str]) -> None:
@@ -99,7 +89,7 @@ def nothing_noted(event: str, keys: Sequence[str]) -> None:
 
 
 class NotingStore(DiskStore):
-    """Notes the keys of each pack before it is sealed (`begin`) and after it is durable (`sealed`)."""
+    """Notes each pack that it seals."""
 
     def __init__(self, path: Path, note: Note):
         super().__init__(path)
@@ -118,25 +108,15 @@ class NoteFile:
 
     def __init__(self, path: Path):
         self.path = path
-        path.unlink(missing_ok=True)
 
     def __call__(self, event: str, keys: Sequence[str]) -> None:
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(fd, json.dumps([event, list(keys)]).encode() + b"\n")
-        os.close(fd)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(json.dumps([event, *keys]).encode() + b"\n")
 
     def keys(self, event: str) -> set[str]:
         """The keys of all notes of this event."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return {key for found, keys in map(json.loads, lines) if found == event for key in keys}
-
-
-class Operation(NamedTuple):
-    """`prepare` makes a cache, and `run` does the operation on it, which it may be called for again."""
-
-    name: str
-    prepare: Callable[[Path], None]
-    run: Callable[[Path, Note], object]
+        return {key for found, *keys in map(json.loads, lines) if found == event for key in keys}
 
 
 class Precache:
@@ -144,10 +124,9 @@ class Precache:
 
     def __init__(self, folder: Path, num_photos: int = 2 * NUM_PHOTOS):
         torch.set_num_threads(1)
-        self.folder = folder
-        self.models = LoadedModels(**tiny_parts())
-        for number in range(num_photos):
-            for role in ("first", "all") if number < NUM_PHOTOS else ("all",):
+        self.folder, self.models = folder, LoadedModels(**tiny_parts())
+        for role, num in (("first", NUM_PHOTOS), ("all", num_photos)):
+            for number in range(num):
                 write_photo(folder / role / f"{number}.png", number)
 
     def run(self, cache: Path, note: Note = nothing_noted, *, role: str = "all", shard: Shard | None = None) -> None:
@@ -182,54 +161,47 @@ def _write_manifest(cache: Path, numbers: Iterable[int]) -> None:
     write_manifest(cache, "train", {f"{number}.png": (SIZE, image, text) for number, (image, text) in keys.items()})
 
 
-def _fill(cache: Path, num_samples: int = NUM_SAMPLES) -> None:
+def _add(cache: Path, note: Note = nothing_noted, num_samples: int = NUM_SAMPLES) -> None:
     """Packs of PACK_ENTRIES entries, an index, and a manifest of all samples."""
-    with DiskStore(cache) as store:
+    with NotingStore(cache, note) as store:
         store.add(sample_entries(range(num_samples)))
     _write_manifest(cache, range(num_samples))
 
 
-def _fill_with_waste(cache: Path) -> None:
-    """As `_fill`, and every third entry was removed since: some packs are mostly dead."""
-    _fill(cache)
+def _add_waste(cache: Path) -> None:
+    """As `_add`, and every third entry was removed since: some packs are mostly dead."""
+    _add(cache)
     with DiskStore(cache) as store:
         store.remove(sorted(store.keys())[::3])
 
 
-def _fill_with_orphans(cache: Path) -> None:
-    """As `_fill`, and half of the samples are in no manifest any more."""
-    _fill(cache)
+def _add_orphans(cache: Path) -> None:
+    """As `_add`, and half of the samples are in no manifest any more."""
+    _add(cache)
     _write_manifest(cache, range(0, NUM_SAMPLES, 2))
 
 
-def _fill_with_damage(cache: Path) -> None:
-    """As `_fill`, and a bit of one entry was flipped."""
-    _fill(cache)
+def _add_damage(cache: Path) -> None:
+    """As `_add`, and a bit of one entry was flipped."""
+    _add(cache)
     needle = text_entry(1).tensors["prompt_embeds"].numpy().tobytes()
-    for pack in sorted(cache.glob("packs/*/*.safetensors")):
+    for pack in cache.glob("packs/*/*.safetensors"):
         data = bytearray(pack.read_bytes())
         if (at := data.find(needle)) >= 0:
             data[at] ^= 1
             pack.write_bytes(data)
 
 
-def _fill_as_after_a_death(cache: Path) -> None:
-    """As `_fill`, without an index, with a half-written pack, and with an older index that was being replaced."""
-    _fill(cache)
+def _add_and_die(cache: Path) -> None:
+    """As `_add`, without an index, with a half-written pack, and with an older index that was being replaced."""
+    _add(cache)
     pack = next(cache.glob("packs/*/*.safetensors"))
     pack.with_name(f".{pack.name}.12345678.tmp").write_bytes(pack.read_bytes()[:1000])
     (cache / "index").rename(cache / "index.removed-12345678")
 
 
-def _add(cache: Path, note: Note) -> None:
-    with NotingStore(cache, note) as store:
-        store.add(sample_entries(range(NUM_SAMPLES)))
-    _write_manifest(cache, range(NUM_SAMPLES))
-
-
 def _import(cache: Path, note: Note) -> None:
-    store = NotingStore(cache, note)
-    with Workspace(store, ManifestFolder(cache / "manifests"), path=cache) as workspace:
+    with Workspace(NotingStore(cache, note), ManifestFolder(cache / "manifests"), path=cache) as workspace:
         import_cache(_ForeignCache(), workspace, name="imported", scale_check=False)
 
 
@@ -249,22 +221,26 @@ def _read(cache: Path, note: Note) -> None:
                 assert torch.equal(batch[field][0], tensor), f"{name} {field} is wrong"
 
 
+class Operation(NamedTuple):
+    """`prepare` makes a cache, and `run` does the operation on it, which it may be called for again."""
+
+    prepare: Callable[[Path], object]
+    run: Callable[[Path, Note], object]
+
+
 def operations(precache: Precache) -> dict[str, Operation]:
     """All operations by name. Sets the size of packs for this process."""
     writer.PACK_ENTRIES = PACK_ENTRIES
     return {
-        operation.name: operation
-        for operation in (
-            Operation("precache", lambda cache: precache.run(cache, role="first"), precache.run),
-            Operation("add", lambda cache: _fill(cache, 2), _add),
-            Operation("import", _fill, _import),
-            Operation("read", _fill, _read),
-            Operation("verify", _fill_with_damage, lambda cache, note: verify(cache)),
-            Operation("prune", _fill_with_orphans, _prune),
-            Operation("compact", _fill_with_waste, lambda cache, note: compact(cache)),
-            Operation("rebuild", _fill, lambda cache, note: rebuild(cache)),
-            Operation("open", _fill_as_after_a_death, lambda cache, note: DiskStore(cache).close()),
-        )
+        "precache": Operation(partial(precache.run, role="first"), precache.run),
+        "add": Operation(partial(_add, num_samples=2), _add),
+        "import": Operation(_add, _import),
+        "read": Operation(_add, _read),
+        "verify": Operation(_add_damage, lambda cache, note: verify(cache)),
+        "prune": Operation(_add_orphans, _prune),
+        "compact": Operation(_add_waste, lambda cache, note: compact(cache)),
+        "rebuild": Operation(_add, lambda cache, note: rebuild(cache)),
+        "open": Operation(_add_and_die, lambda cache, note: DiskStore(cache).close()),
     }
 
 
@@ -285,8 +261,7 @@ def values(cache: Path) -> dict[str, str]:
 
 def manifests(cache: Path) -> dict[str, Any]:
     """What each manifest says but for the time of an import. DatasetError for one that cannot be read."""
-    folder = ManifestFolder(cache / "manifests")
-    found = {}
+    folder, found = ManifestFolder(cache / "manifests"), {}
     for name in folder.names():
         manifest = folder.read(name)
         assert manifest is not None
@@ -299,21 +274,20 @@ def manifests(cache: Path) -> dict[str, Any]:
 class Scene:
     """An operation on a cache in `folder`, which each interruption finds as it was."""
 
-    def __init__(self, operation: Operation, folder: Path):
-        self.operation, self.cache = operation, folder / operation.name / "cache"
+    def __init__(self, name: str, operation: Operation, folder: Path):
+        self.name, self.operation, self.cache = name, operation, folder / name / "cache"
         self.cache.parent.mkdir(parents=True)
         operation.prepare(self.cache)
         self._template = self.cache.rename(self.cache.parent / "template")
-        self._spare = self.cache.parent / "spare"
         self.before, self.manifests_before = self._seen(self._template)
         self.new()
         self.run()
         self.after, self.manifests_after = self._seen(self.cache)
 
-    def _seen(self, cache: Path) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    def _seen(self, cache: Path) -> tuple[dict[str, str], dict[str, Any]]:
         """Entries and manifests of a copy, which is opened and so put in order."""
-        clone(cache, self._spare)
-        return values(self._spare), manifests(self._spare)
+        spare = clone(cache, self.cache.parent / "spare")
+        return values(spare), manifests(spare)
 
     def new(self) -> Path:
         """The cache before the operation."""
@@ -325,29 +299,27 @@ class Scene:
 
     def check(self, sealed: Collection[str] = ()) -> None:
         """What must hold when a cache is opened after an interruption. `sealed` are the keys that were acknowledged."""
-        cache = self.cache
-        found = values(cache)
+        found = values(self.cache)
         wrong = [key for key, value in found.items() if value not in (self.before.get(key), self.after.get(key))]
         assert not wrong, f"{len(wrong)} wrong entries are served: {wrong[:3]}"
         lost = (self.before.keys() & self.after.keys() | set(sealed)) - found.keys()
         assert not lost, f"{len(lost)} entries are lost: {sorted(lost)[:3]}"
-        for name, manifest in manifests(cache).items():
-            known = [seen[name] for seen in (self.manifests_before, self.manifests_after) if name in seen]
+        there, before, after = manifests(self.cache), self.manifests_before, self.manifests_after
+        for name, manifest in there.items():
+            known = [seen[name] for seen in (before, after) if name in seen]
             assert manifest in known, f"manifest {name} is neither the old nor the new one"
-        missing = self.manifests_before.keys() & self.manifests_after.keys() - manifests(cache).keys()
-        assert not missing, f"manifests are gone: {missing}"
-        left = [name for name in leftovers(cache) if not name.startswith("memo")]  # which precache alone opens
+        assert not before.keys() & after.keys() - there.keys(), f"manifests are gone: there are {there.keys()}"
+        left = [name for name in leftovers(self.cache) if not name.startswith("memo")]  # which precache alone opens
         assert not left, f"the opening left {left}"
 
     def finish(self) -> None:
         """Run the operation again: what it gives is what an uninterrupted run gives."""
-        cache = self.cache
         self.run()
-        assert values(cache) == self.after, "the rerun gave other entries than an uninterrupted run"
-        assert manifests(cache) == self.manifests_after, "the rerun gave other manifests"
-        report = verify(cache)
+        assert values(self.cache) == self.after, "the rerun gave other entries than an uninterrupted run"
+        assert manifests(self.cache) == self.manifests_after, "the rerun gave other manifests"
+        report = verify(self.cache)
         assert not report.damaged and not report.unreadable, f"after the rerun: {report.damaged} {report.unreadable}"
-        assert not leftovers(cache), f"the rerun left {leftovers(cache)}"
+        assert not leftovers(self.cache), f"the rerun left {leftovers(self.cache)}"
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -366,8 +338,14 @@ def clone(cache: Path, target: Path) -> Path:
         (os.link if Path(source).is_relative_to(cache / "packs") else shutil.copy2)(source, destination)
 
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(cache, target, copy_function=copy, symlinks=True)
-    return target
+    return shutil.copytree(cache, target, copy_function=copy, symlinks=True)
+
+
+def scenes(soak: Soak, names: Sequence[str]) -> Iterator[Scene]:
+    """The operations of these names, each on caches of its own."""
+    chosen = operations(Precache(soak.folder / "photos"))
+    for name in names:
+        yield Scene(name, chosen[name], soak.folder)
 
 
 # Kills ----------------------------------------------------------------------------------------------------------------
@@ -375,27 +353,24 @@ def clone(cache: Path, target: Path) -> Path:
 
 def start(function: Callable[[], object]) -> BaseProcess:
     """Call the function in a fork of this process: what it has imported and loaded is there at once."""
-
-    def call() -> None:
-        function()
-        os._exit(0)  # nothing of the parent's is torn down
-
-    process = fork.Process(target=call)
+    process = fork.Process(target=function)
     process.start()
     return process
 
 
-def ended(children: Sequence[BaseProcess]) -> list[int | None]:
-    """Their exit codes."""
+def end(*children: BaseProcess) -> int:
+    """Wait for them. Returns how many were killed. AssertionError where one failed."""
     for child in children:
         child.join(CASE_S)
-    return [child.exitcode for child in children]
+    codes = [child.exitcode for child in children]
+    assert set(codes) <= {0, -signal.SIGKILL}, f"a writer failed: {codes}"
+    return codes.count(-signal.SIGKILL)
 
 
 def random_kills(goal: Goal, soak: Soak) -> None:
     """Precache by two ranks, each killed at a random instant."""
     precache = Precache(soak.folder / "many-photos", MANY_PHOTOS)
-    scene = Scene(operations(precache)["precache"], soak.folder / "random")
+    scene = Scene("precache", operations(precache)["precache"], soak.folder / "random")
     noted = NoteFile(soak.folder / "noted")
 
     def begin() -> list[BaseProcess]:
@@ -409,21 +384,19 @@ def random_kills(goal: Goal, soak: Soak) -> None:
         for instant, child in sorted(zip(instants, children, strict=True), key=lambda each: each[0]):
             time.sleep(max(0.0, began + instant - time.monotonic()))
             child.kill()
-        codes = ended(children)
-        assert set(codes) <= {0, -signal.SIGKILL}, f"a writer failed: {codes}"
+        goal.count("killed_writers", end(*children))
         scene.check(sealed=noted.keys("sealed"))
         unknown = values(scene.cache).keys() - scene.before.keys() - noted.keys("begin")
         assert not unknown, f"{len(unknown)} entries that no writer had begun to seal"
-        goal.count("killed_writers", codes.count(-signal.SIGKILL))
 
     scene.new()
     began = time.monotonic()
-    ended(begin())
+    end(*begin())
     seconds = time.monotonic() - began
     soak.say(f"an uninterrupted run of two writers takes {seconds:.2f} s")
     # On a machine that was busy when it was measured, a run may be over before the kill comes: then some more follow.
     while goal.n < soak.n or (goal.figures.get("killed_writers", 0) < 2 and goal.n < 10 * soak.n):
-        noted.path.unlink(missing_ok=True)
+        noted.path.unlink()
         scene.new()
         for _ in range(max(1, min(KILLS_PER_ROUND, soak.n - goal.n))):
             with goal.case(f"random kill {goal.n}"):
@@ -434,50 +407,43 @@ def random_kills(goal: Goal, soak: Soak) -> None:
     assert goal.figures.get("killed_writers"), "no writer was killed"
 
 
-# Labelled changes ----------------------------------------------------------------------------------------------------
-
-
 def label_of(change: Change) -> tuple[str, str]:
     """The kind of operation and the kind of path, as a pattern: names of packs and temporary files are random."""
     path = re.sub(r"[0-9a-f]{8,}", "*", change.path_2 or change.path)
     return change.operation, re.sub(r"^packs/[0-9a-f]{2}(?=/|$)", "packs/??", path)
 
 
-def kills_after_changes(goal: Goal, soak: Soak, scene: Scene, kills_per_point: float) -> None:
-    """Each label is tried `kills_per_point` times; with a fraction, some labels once."""
+def kills_after_changes(goal: Goal, soak: Soak, scene: Scene) -> None:
+    """Each label is tried KILLS_PER_POINT times; with a small --n less often, and some labels once."""
     scene.new()
-    files = FileOperations(scene.cache)
+    files, noted = FileOperations(scene.cache), NoteFile(soak.folder / f"noted-{scene.name}")
     with files.recording() as changes:
         scene.run()
     counts = Counter(label_of(change) for change in changes if change.operation in CHANGES)
-    noted = NoteFile(soak.folder / "noted-point")
-    for (operation, pattern), count in counts.items():
+    kills_per_point = min(KILLS_PER_POINT, KILLS_PER_POINT * soak.n / 500)
+
+    def killed(occurrence: int, label: tuple[str, str]) -> None:
+        files.kill_after(occurrence, *label)
+        scene.run(noted)
+
+    for label, count in counts.items():
         goal.count("labels")
         for _ in range(int(kills_per_point) + (soak.random.random() < kills_per_point % 1)):
             occurrence = soak.random.randint(1, count)
-            with goal.case(f"{scene.operation.name}: killed after {operation} {pattern} number {occurrence}"):
+            with goal.case(f"{scene.name}: killed after {' '.join(label)} number {occurrence}"):
                 noted.path.unlink(missing_ok=True)
                 scene.new()
-
-                def run(occurrence: int = occurrence, operation: str = operation, pattern: str = pattern) -> None:
-                    files.kill_after(occurrence, operation, pattern)
-                    scene.run(noted)
-
-                [code] = ended([start(run)])
-                assert code in (0, -signal.SIGKILL), f"exit code {code}"
-                goal.count("killed", code != 0)
+                goal.count("killed", end(start(partial(killed, occurrence, label))))
                 scene.check(sealed=noted.keys("sealed"))
                 scene.finish()
-    soak.say(f"{scene.operation.name}: {len(counts)} labels, {goal.n} kills, {goal.failures} failures")
+    soak.say(f"{scene.name}: {len(counts)} labels, {goal.n} kills, {goal.failures} failures")
 
 
 def kill(soak: Soak) -> None:
     random_kills(soak.goal("kill -9 of two writers at random instants: 0 lost, torn, wrong or left over"), soak)
     goal = soak.goal("kill -9 after each labelled change: 0 lost, torn, wrong or left over; the rerun equals")
-    chosen = operations(Precache(soak.folder / "photos"))
-    for name in KILLED:
-        kills_per_point = min(KILLS_PER_POINT, KILLS_PER_POINT * soak.n / 500)
-        kills_after_changes(goal, soak, Scene(chosen[name], soak.folder), kills_per_point)
+    for scene in scenes(soak, KILLED):
+        kills_after_changes(goal, soak, scene)
     assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit"
 
 
@@ -557,8 +523,10 @@ class Disk:
         self._by_number[path.stat().st_ino] = file
         return file
 
-    def apply(self, change: Change) -> None:
-        """Do what a process did."""
+    def apply(self, change: Change) -> set[str]:
+        """Do what a process did. Returns the keys that it acknowledged."""
+        if change.operation == "mark":
+            return set(json.loads(change.data))
         folder, name = self._place(change.path)
         match change.operation:
             case "create" | "mkdir":
@@ -579,6 +547,7 @@ class Disk:
             case "write" | "truncate":
                 data = change.data if change.operation == "write" else None
                 self._changed(change).changes.append((change.offset, data))
+        return set()
 
     def _changed(self, change: Change) -> File:
         # By its path where it has one: a folder's number is not recorded when it is made.
@@ -597,57 +566,40 @@ class Disk:
         return found, name
 
 
-def replay(disk: Disk, changes: Sequence[Change]) -> set[str]:
-    """Replay changes. Returns the keys that were acknowledged."""
-    sealed: set[str] = set()
-    for change in changes:
-        if change.operation == "mark":
-            event, keys = json.loads(change.data)
-            sealed |= set(keys) if event == "sealed" else set()
-        else:
-            disk.apply(change)
-    return sealed
-
-
 def power(soak: Soak) -> None:
-    chosen = operations(Precache(soak.folder / "photos"))
     goal = soak.goal("power cuts at any moment, unsynced writes dropped and reordered: nothing wrong, nothing lost")
-    for name in CUT:
-        scene = Scene(chosen[name], soak.folder)
+    for scene in scenes(soak, CUT):
         disk, files = Disk(scene.new()), FileOperations(scene.cache)
         with files.recording() as changes:  # with marks where entries are acknowledged
-            scene.run(lambda event, keys: files.mark(json.dumps([event, list(keys)])))  # noqa: B023 - called here
-        done, sealed = 0, set()
+            scene.run(partial(mark, files))
+        done, sealed = 0, set[str]()
         for moment in sorted(soak.random.randint(0, len(changes)) for _ in range(soak.n)):
-            sealed |= replay(disk, changes[done:moment])
+            for change in changes[done:moment]:
+                sealed |= disk.apply(change)
             done, ordered = moment, soak.random.random() < 0.5
             dice = random.Random(soak.random.random())
-            with goal.case(f"{name}: cut after {moment} of {len(changes)}, {'ordered' if ordered else 'any'} names"):
+            with goal.case(
+                f"{scene.name}: cut after {moment} of {len(changes)}, {'ordered' if ordered else 'any'} names"
+            ):
                 shutil.rmtree(scene.cache, ignore_errors=True)
                 disk.root.write_out(scene.cache, dice, ordered=ordered)
                 scene.check(sealed=sealed)
                 if goal.n % RERUN_CUTS_EVERY == 0:
                     scene.finish()
-        soak.say(f"{name}: {len(changes)} changes")
+        soak.say(f"{scene.name}: {len(changes)} changes")
+
+
+def mark(files: FileOperations, event: str, keys: Sequence[str]) -> None:
+    """Put the keys that are acknowledged between the changes that are recorded."""
+    if event == "sealed":
+        files.mark(json.dumps(keys))
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def in_time(seconds: int) -> Iterator[None]:
-    """TimeoutError for a block that takes longer."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+def too_long(*_: object) -> None:
+    raise TimeoutError(f"not done after {CASE_S} s")
 
 
 def open_descriptors(root: Path) -> set[tuple[str, str]]:
@@ -659,41 +611,43 @@ def open_descriptors(root: Path) -> set[tuple[str, str]]:
     return {(fd, name) for fd, name in found if name.startswith(str(root))}
 
 
-def refuse_each(goal: Goal, scene: Scene, soak: Soak) -> None:
-    files = FileOperations(scene.cache)
-    for error in ERRORS:
+def refuse(goal: Goal, scene: Scene, files: FileOperations, moment: int, error: int, *, for_ever: bool) -> None:
+    """One case: the operation meets this error at its `moment`-th file operation."""
+    scene.new()
+    before = open_descriptors(scene.cache)
+    with files.refusing(moment, error, for_ever=for_ever):
+        try:
+            scene.run()
+            goal.count("succeeded")
+        except LatentCacheError:
+            goal.count("typed_errors")
+    if open_descriptors(scene.cache) - before:
+        gc.collect()  # a manifest that an error's frames hold is mapped as long as they live
+    left = open_descriptors(scene.cache) - before
+    assert not left, f"left open: {left}"
+    scene.check()
+    if goal.n % RERUN_FAULTS_EVERY == 0:
+        scene.finish()
+
+
+def faults(soak: Soak) -> None:
+    signal.signal(signal.SIGALRM, too_long)
+    goal = soak.goal("the k-th file operation fails: a typed error or success, nothing lost, wrong or half done")
+    chosen = ("add", "read", "compact") if soak.options.tiny else ("read", *KILLED)
+    for scene, error in product(scenes(soak, chosen), ERRORS):
+        gc.freeze()  # a collection looks at what this program makes from here on
+        files, name = FileOperations(scene.cache), f"{scene.name}: {errno.errorcode[error]}"
         scene.new()
         with files.refusing(NEVER, error):
             scene.run()
         total, most = files.num_seen, min(files.num_seen, soak.n)
-        for for_ever in (False, True):
-            for moment in sorted({1 + number * total // most for number in range(most)}):  # evenly spread
-                name = f"{scene.operation.name}: {errno.errorcode[error]} {'from' if for_ever else 'at'} {moment}"
-                with goal.case(name), in_time(CASE_S):
-                    scene.new()
-                    before = open_descriptors(scene.cache)
-                    with files.refusing(moment, error, for_ever=for_ever):
-                        try:
-                            scene.run()
-                            goal.count("succeeded")
-                        except LatentCacheError:
-                            goal.count("typed_errors")
-                    if open_descriptors(scene.cache) - before:
-                        gc.collect()  # a manifest that an error's frames hold is mapped as long as they live
-                    if left := open_descriptors(scene.cache) - before:
-                        raise AssertionError(f"left open: {left}")
-                    scene.check()
-                    if goal.n % RERUN_FAULTS_EVERY == 0:
-                        scene.finish()
-            soak.say(f"{scene.operation.name} {errno.errorcode[error]} for_ever={for_ever}: {total} operations")
-
-
-def faults(soak: Soak) -> None:
-    chosen = operations(Precache(soak.folder / "photos"))
-    gc.freeze()  # a collection looks at what this program makes from here on
-    goal = soak.goal("the k-th file operation fails: a typed error or success, nothing lost, wrong or half done")
-    for name in ("add", "read", "compact") if soak.options.tiny else chosen:
-        refuse_each(goal, Scene(chosen[name], soak.folder), soak)
+        moments = sorted({1 + number * total // most for number in range(most)})  # evenly spread
+        for for_ever, moment in product((False, True), moments):
+            with goal.case(f"{name} {'from' if for_ever else 'at'} {moment}"):
+                signal.alarm(CASE_S)
+                refuse(goal, scene, files, moment, error, for_ever=for_ever)
+            signal.alarm(0)
+        soak.say(f"{name}: {total} operations")
 
 
 PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, 1_000_000, 1)}
