@@ -8,60 +8,64 @@
 Models have SDXL's sizes and random weights, made on the device: nothing is downloaded. Times are medians of rounds,
 taken from the host's clock after the device has been synchronised. Rates are compared with ceilings of the same run.
 A part that fails is reported, the others run, and the exit code is 1; a goal that is missed is marked in the table.
+A check that this device cannot run is skipped, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic kernels need it; as on an H100 by default
+
+import bench_precache as precache
+import numpy as np
 import torch
-from bench_precache import (
-    CLIP_BIG_G,
-    CLIP_L,
-    SDXL_VAE,
-    Case,
-    TextShape,
-    caption,
-    captions_case,
-    images_case,
-    make_photos,
-    make_texts,
-    make_vae,
-    models_of,
-)
 from benchmarking import in_turns, make_cache, make_parser, run_in_folder, seconds_of, spread
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, Phases, run_precache
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.config_file import parse_config
-from latentcache.devices.placement import placed
+from latentcache.devices.placement import device_named, placed, vae_batch_size
 from latentcache.devices.transfer import Copies, Transfer, transfer_to
+from latentcache.families import DEFAULT, family_named
+from latentcache.models import vae as vae_module
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import free_cached_memory, is_out_of_memory, weight_bytes
-from latentcache.models.tiny import seeded, tiny_denoiser, tiny_parts
-from latentcache.models.vae import decode_fitting, encode_images
+from latentcache.models.tiny import seeded, tiny_part
+from latentcache.models.vae import decode_fitting, decode_latents, encode_images
 from latentcache.phases.phases import Phase
 from latentcache.precache.encodings import choose_encodings
 from latentcache.types import Batch
+from latentcache.validation.noise_schedule import NoiseSchedule
 
 VAE_TFLOP = {"encode": 4.88, "decode": 10.47}
 """Of one image of 1024x1024 pixels by SDXL's VAE: torch.utils.flop_counter.FlopCounterMode counted them."""
 SLEEP_CYCLES = 20_000_000
 """How long the device sleeps before each upload in the check for races: some 10 ms."""
+TINY = 16
+"""What divides the sides and widths of samples and UNets that are tiny."""
+MAX_GROWTH = 4 << 20
+"""Bytes of memory that may come and go: two small blocks of torch's allocator."""
 
 
-class NotTriedError(Exception):
+class SkippedError(Exception):
     """This device lacks what a check needs."""
 
 
@@ -70,170 +74,221 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.options, self.tiny = folder, options, options.tiny
-        self.device = torch.device(options.device)
+        self.device = device_named(
+            options.device
+        )  # with its number, as tensors have it, and as limits of memory want it
         self.module = torch.get_device_module(self.device)
         self.overlaps = transfer_to(self.device).overlaps
-        self.side = 64 if self.tiny else 1024
-        self.half = torch.float32 if self.device.type == "cpu" else torch.float16
-        self.train_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.rows: list[dict[str, Any]] = []
+        self.side, self.scale = (64, TINY) if self.tiny else (1024, 1)
+        is_cpu = self.device.type == "cpu"
+        self.half = torch.float32 if is_cpu else torch.float16
+        self.train_dtype = torch.float32 if is_cpu else torch.bfloat16
+        self.parts: dict[str, dict[str, dict[str, Any]]] = {}
+        self.checks: dict[str, dict[str, str]] = {}
         self.part = ""
 
     def add(self, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> None:
-        """Note a figure. `least` and `most` are goals for real sizes; a row without one has None for it."""
+        """Note a figure. `least` and `most` are goals for real sizes; one without has None for it."""
         goal = reached = None
         if not self.tiny and (least is not None or most is not None):
             goal = f">= {least:g}" if least is not None else f"<= {most:g}"
             reached = value >= least if least is not None else value <= (most or 0)
-        row = {"part": self.part, "name": name, "value": value, "unit": unit, "goal": goal, "reached": reached}
-        self.rows.append(row)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        self.module.synchronize(self.device)
+        figures = self.parts.setdefault(self.part, {})
+        figures[name] = {"value": value, "unit": unit, "goal": goal, "reached": reached}
 
     def end(self, method: Callable[[], Any]) -> None:
         """Call it, and wait until the device has done what it launched."""
         method()
-        self.synchronize()
+        self.module.synchronize(self.device)
 
-    def seconds(self, methods: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        """Median seconds of each method, in interleaved rounds, until the device has ended it."""
+    def seconds(self, methods: Mapping[str, Callable[[], Any]], *, warm: bool = True) -> dict[str, float]:
+        """Median seconds of each method, in interleaved rounds, until the device has ended it.
+
+        `warm`: each is called twice before the rounds, and directly before each timed call.
+        """
+        warm = warm and not self.tiny
+        for method, _ in product(methods.values(), range(2 if warm else 0)):
+            method()
 
         def timed(method: Callable[[], Any]) -> float:
-            self.synchronize()
+            self.module.synchronize(self.device)
             return seconds_of(lambda: self.end(method))
 
-        for method, _ in product(methods.values(), range(0 if self.tiny else 2)):
-            method()
-        taken = in_turns(methods, self.options.repetitions, warm=not self.tiny, clock=timed)
+        taken = in_turns(methods, self.options.repetitions, warm=warm, clock=timed)
         return {name: spread(values)["median"] for name, values in taken.items()}
-
-    def need(self, function: str, lacking: str) -> None:
-        """NotTriedError where the device's module in torch has no such function."""
-        if not hasattr(self.module, function):
-            raise NotTriedError(lacking)
-
-    @contextmanager
-    def limited(self, num_bytes: float) -> Iterator[None]:
-        """The device gives this process no more bytes in the block."""
-        total = self.module.mem_get_info(self.device)[1]
-        self.free()
-        self.module.set_per_process_memory_fraction(num_bytes / total, self.device)
-        try:
-            yield
-        finally:
-            self.module.set_per_process_memory_fraction(1.0, self.device)
 
     def free(self) -> None:
         """Let go of what a part left on the device."""
         gc.collect()
         free_cached_memory(self.device)
 
-    def peak(self, name: str = "max_memory_allocated") -> int:
-        """Bytes of the device as its allocator counts them; 0 where it does not."""
-        count = getattr(self.module, name, None)
-        return count(self.device) if count is not None else 0
+    def can(self, function: str) -> bool:
+        """Whether the device's module in torch has this function."""
+        return hasattr(self.module, function)
+
+    def num_bytes(self, name: str) -> int:
+        """What the allocator counts under this name: `memory_reserved`, `memory_allocated`, `max_memory_allocated`.
+
+        On a device that does not count them the bytes of all tensors that are alive.
+        """
+        if self.can(name):
+            return int(getattr(self.module, name)(self.device))
+        gc.collect()
+        return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
+
+    def add_peak(self, name: str, method: Callable[[], Any]) -> None:
+        """Note what `peak_of` a call is, where the device counts its bytes."""
+        if self.can("max_memory_allocated"):
+            self.add(f"{name}: peak", self.peak_of(method) / 1e9, "GB")
+
+    def peak_of(self, method: Callable[[], Any]) -> int:
+        """Bytes that a call takes at most, beyond those that are in use."""
+        self.free()
+        self.module.reset_peak_memory_stats(self.device)
+        before = self.num_bytes("memory_allocated")
+        self.end(method)
+        return self.num_bytes("max_memory_allocated") - before
+
+    @contextmanager
+    def limited(self, num_bytes: float) -> Iterator[None]:
+        """The device gives this process no more than so many further bytes in the block."""
+        self.free()
+        total = self.module.mem_get_info(self.device)[1]
+        share = (self.num_bytes("memory_reserved") + num_bytes) / total
+        self.module.set_per_process_memory_fraction(share, self.device)
+        try:
+            yield
+        finally:
+            self.module.set_per_process_memory_fraction(1.0, self.device)
 
     @cached_property
-    def pinned_rate(self) -> float:
-        """Bytes per second of one copy from pinned memory to the device; from pageable memory without streams."""
-        host = torch.empty(1 << 20 if self.tiny else 256 << 20, dtype=torch.uint8, pin_memory=self.overlaps)
+    def copy_rates(self) -> dict[str, float]:
+        """Bytes per second of copies in both directions, from pageable memory, and from pinned where it is used."""
+        host = torch.empty(1 << 20 if self.tiny else 256 << 20, dtype=torch.uint8)
         there = torch.empty_like(host, device=self.device)
-        return host.nbytes / self.seconds({"copy": lambda: there.copy_(host, non_blocking=True)})["copy"]
+        copies: dict[str, Callable[[], Any]] = {}
+        for kind, memory in ({"pageable": host} | ({"pinned": host.pin_memory()} if self.overlaps else {})).items():
+            copies[f"host to device, {kind}"] = partial(there.copy_, memory, non_blocking=True)
+            copies[f"device to host, {kind}"] = partial(memory.copy_, there, non_blocking=True)
+        return {name: host.nbytes / seconds for name, seconds in self.seconds(copies).items()}
+
+    @property
+    def upload_rate(self) -> float:
+        """Bytes per second of an upload at best."""
+        return self.copy_rates[f"host to device, {'pinned' if self.overlaps else 'pageable'}"]
 
     @cached_property
-    def conv_flops(self) -> float:
-        """Operations per second of the best 3x3 convolution of 128 channels, batch 4, in bfloat16."""
-        return max(
-            conv_flops(self, torch.bfloat16, layout) for layout in (torch.contiguous_format, torch.channels_last)
-        )
+    def conv_flops(self) -> dict[str, float]:
+        """Operations per second of a 3x3 convolution of 128 channels over 1024x1024 pixels, batch 4."""
+        found = {}
+        layouts = torch.contiguous_format, torch.channels_last
+        for dtype, layout in product((torch.bfloat16, torch.float32), layouts):
+            module: Any = torch.nn.Conv2d(128, 128, 3, padding=1, device=self.device, dtype=dtype)
+            module.to(memory_format=layout).requires_grad_(False)
+            images = torch.randn(4, 128, self.side, self.side, device=self.device, dtype=dtype)
+            seconds = self.seconds({"conv": partial(module, images.to(memory_format=layout))})["conv"]
+            name = f"convolution, {dtype}, {layout}".replace("torch.", "")
+            found[name] = 2 * 9 * 128 * 128 * 4 * self.side**2 / seconds
+        return found
+
+    def over_conv(self, images_per_s: float, what: str) -> float:
+        """The VAE's rate over that of the best convolution."""
+        return images_per_s * VAE_TFLOP[what] * 1e12 / max(self.conv_flops.values())
 
     def vae(self, dtype: torch.dtype) -> Any:
-        """SDXL's VAE with random weights, on the CPU."""
-        return make_vae((8, 16, 32, 32) if self.tiny else SDXL_VAE, dtype)
+        """SDXL's VAE with random weights, on the CPU. Its tiles are half as high and wide as the images here."""
+        return precache.make_vae((8, 16, 32, 32) if self.tiny else precache.SDXL_VAE, dtype, tile=self.side // 2)
 
     def texts(self, dtype: torch.dtype) -> dict[str, Any]:
         """SDXL's text encoders with random weights, on the CPU."""
-        small = TextShape(32, 2, 2, "gelu"), TextShape(48, 2, 2, "gelu")
-        return make_texts(*(small if self.tiny else (CLIP_L, CLIP_BIG_G)), dtype)
+        small = precache.TextShape(32, 2, 2, "gelu"), precache.TextShape(48, 2, 2, "gelu")
+        return precache.make_texts(*(small if self.tiny else (precache.CLIP_L, precache.CLIP_BIG_G)), dtype)
 
-    def unet(self, dtype: torch.dtype) -> Any:
-        """SDXL's UNet with random weights, on the device."""
+    def unet(self, scale: int) -> Any:
+        """SDXL's UNet with random weights, on the device. `scale` divides its widths."""
         from diffusers import UNet2DConditionModel
 
-        if self.tiny:
-            return tiny_denoiser().to(self.device, dtype)
         with torch.device(self.device), seeded(0):
             unet = UNet2DConditionModel(
-                sample_size=128,
-                block_out_channels=(320, 640, 1280),
+                sample_size=128 // scale,
+                block_out_channels=tuple(width // scale for width in (320, 640, 1280)),
+                norm_num_groups=32 if scale == 1 else 4,
                 down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
                 up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                transformer_layers_per_block=(1, 2, 10),
+                layers_per_block=2 if scale == 1 else 1,
+                transformer_layers_per_block=(1, 2, 10) if scale == 1 else 1,
                 attention_head_dim=(5, 10, 20),
-                cross_attention_dim=2048,
+                cross_attention_dim=2048 // scale,
                 addition_embed_type="text_time",
-                addition_time_embed_dim=256,
-                projection_class_embeddings_input_dim=2816,
+                addition_time_embed_dim=256 // scale,
+                projection_class_embeddings_input_dim=2816 // scale,
                 use_linear_projection=True,
             )
-        return unet.to(dtype)
+        return unet.to(self.train_dtype)
 
-    def case(self, name: str, models: LoadedModels) -> Case:
-        """Runs of precache over these models."""
-        dtype = str(self.half).removeprefix("torch.")
-        settings = argparse.Namespace(**vars(self.options) | {"dtype": dtype})
-        return Case(self.folder / name, models, self.side, settings)
+    def case(self, name: str, models: LoadedModels, num_photos: int, dtype: torch.dtype | None = None) -> precache.Case:
+        """Runs of precache over so many photos with these models, which compute in `dtype` (default: `half`)."""
+        named = str(dtype or self.half).removeprefix("torch.")
+        settings = argparse.Namespace(**vars(self.options) | {"dtype": named})
+        return precache.Case(self.folder / name, models, settings, num_photos, self.side)
 
-    def dataset(self, name: str, num_samples: int, scale: int) -> LatentDataset:
-        """A cache of random samples of SDXL's shapes; `scale` divides their sides."""
+    def sampler(self, name: str, num_samples: int, batch_size: int, scale: int) -> BucketBatchSampler:
+        """Batches of a new cache of random samples of SDXL's shapes; `scale` divides their sides and widths."""
         make_cache(self.folder / name, num_samples, scale)
-        return LatentDataset(self.folder / name)
+        return BucketBatchSampler(LatentDataset(self.folder / name), batch_size, seed=0)
+
+    def loader(self, sampler: BucketBatchSampler, **options: Any) -> LatentLoader:
+        """The loader of a training on the device."""
+        return LatentLoader(sampler, device=self.device, dtype=torch.float32, scaled=True, **options)
 
 
-# Ceilings
+# Training
 
 
-def conv_flops(bench: Bench, dtype: torch.dtype, layout: torch.memory_format) -> float:
-    """Operations per second of a 3x3 convolution of 128 channels over 1024x1024 pixels, batch 4."""
-    module: Any = torch.nn.Conv2d(128, 128, 3, padding=1, device=bench.device, dtype=dtype)
-    module.to(memory_format=layout)
-    images = torch.randn(4, 128, bench.side, bench.side, device=bench.device, dtype=dtype).to(memory_format=layout)
-    with torch.no_grad():
-        seconds = bench.seconds({"conv": lambda: module(images)})["conv"]
-    return 2 * 9 * 128 * 128 * 4 * bench.side**2 / seconds
+class Step:
+    """A LoRA of SDXL's UNet in bfloat16 with gradient checkpointing, and its optimizer."""
 
+    def __init__(self, bench: Bench, scale: int | None = None):
+        from diffusers.training_utils import cast_training_params
+        from peft import LoraConfig
 
-def ceilings(bench: Bench) -> None:
-    """What the card can do at best: copies in both directions, a matmul, convolutions."""
-    host = torch.empty(1 << 20 if bench.tiny else 256 << 20, dtype=torch.uint8)
-    there = torch.empty_like(host, device=bench.device)
-    hosts = {"pageable": host} | ({"pinned": host.pin_memory()} if bench.overlaps else {})
-    copies: dict[str, Callable[[], Any]] = {}
-    for kind, memory in hosts.items():
-        copies[f"host to device, {kind}"] = partial(there.copy_, memory, non_blocking=True)
-        copies[f"device to host, {kind}"] = partial(memory.copy_, there, non_blocking=True)
-    for name, seconds in bench.seconds(copies).items():
-        bench.add(name, host.nbytes / seconds / 1e9, "GB/s")
-    side = 64 if bench.tiny else 8192
-    one, other = (torch.randn(side, side, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = bench.seconds({"matmul": lambda: torch.mm(one, other)})["matmul"]
-    bench.add(f"matmul of {side}x{side}, bfloat16", 2 * side**3 / seconds / 1e12, "TFLOP/s")
-    for dtype, layout in product((torch.bfloat16, torch.float32), (torch.contiguous_format, torch.channels_last)):
-        name = f"convolution, {dtype}, {layout}".replace("torch.", "")
-        bench.add(name, conv_flops(bench, dtype, layout) / 1e12, "TFLOP/s")
+        self.device, self.dtype = bench.device, bench.train_dtype
+        self.family = family_named(DEFAULT)
+        self.schedule = NoiseSchedule.of(tiny_part("scheduler")).to(self.device)
+        self.unet = bench.unet(scale or bench.scale).requires_grad_(False).train()
+        self.unet.add_adapter(LoraConfig(r=16, target_modules=[*self.family.lora_targets]))
+        cast_training_params(self.unet, torch.float32)
+        self.unet.enable_gradient_checkpointing()
+        self.parameters = [each for each in self.unet.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+
+    def run(self, batch: Batch) -> None:
+        """One step, which makes the host wait for nothing on the device."""
+        latents = batch["latents"]
+        noise = torch.randn_like(latents)
+        index = torch.randint(0, len(self.schedule.timesteps), (len(latents),), device=self.device)
+        noisy = self.schedule.noised(latents, noise, index).to(self.dtype)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
+            predicted = self.family.predict(self.unet, noisy, self.schedule.timesteps[index], batch)
+        torch.nn.functional.mse_loss(predicted.float(), self.schedule.target(latents, noise, index)).backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, max_norm=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 # Checks
 
 
 def check_batches(bench: Bench) -> str:
-    """Each batch of four epochs equals the CPU's, though each upload comes late and the current stream is busy."""
+    """Each batch equals the CPU's, though each upload comes late and the reader's stream is busy.
+
+    Four epochs on the current stream, four on one of the reader's own, and four by a thread that names the device
+    without its number.
+    """
     sleep = getattr(bench.module, "_sleep", lambda cycles: None)
-    sampler = BucketBatchSampler(bench.dataset("races", 32, 16), 4, seed=0)
+    sampler = bench.sampler("races", 32, 4, TINY)
     kind = type(transfer_to(bench.device))
-    send, held = kind.send, list[tuple[torch.Tensor, torch.Tensor]]()
+    send = kind.send
 
     def late(transfer: Transfer, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Copies:
         def slept() -> Batch:
@@ -242,160 +297,163 @@ def check_batches(bench: Bench) -> str:
 
         return send(transfer, slept, place)
 
-    side = 64 if bench.tiny else 2048
-    busy = torch.randn(side, side, device=bench.device)
-    with (
-        patch.object(kind, "send", late),
-        LatentCache(bench.folder / "races") as cache,
-        LatentLoader(sampler, device=bench.device, output="moments") as loader,
-    ):
-        for batch in islice(loader.forever(), 4 * len(sampler)):
-            busy = torch.mm(busy, busy).clamp(-1, 1)
-            right = cache.batch(list(batch["sample_id"]), device="cpu", output="moments")
-            for name in ("moments", "prompt_embeds"):
-                assert torch.equal(batch[name].cpu(), right[name]), f"batch {len(held)}: other {name}"
-            held.append((batch["moments"], right["moments"]))
-        for number, (there, expected) in enumerate(held):
-            assert torch.equal(there.cpu(), expected), f"batch {number} changed after it was given"
-    return f"{len(held)} batches equal"
+    def compare(device: torch.device) -> int:
+        side, held = 64 if bench.tiny else 2048, list[tuple[torch.Tensor, torch.Tensor]]()
+        busy = torch.randn(side, side, device=device)
+        with (
+            LatentCache(bench.folder / "races") as cache,
+            LatentLoader(sampler, device=device, output="moments") as loader,
+        ):
+            for batch in islice(loader.forever(), 4 * len(sampler)):
+                busy = torch.mm(busy, busy).clamp(-1, 1)
+                right = cache.batch(list(batch["sample_id"]), device="cpu", output="moments")
+                for name in ("moments", "prompt_embeds"):
+                    assert torch.equal(batch[name].cpu(), right[name]), f"batch {len(held)}: other {name}"
+                held.append((batch["moments"], right["moments"]))
+            for number, (there, expected) in enumerate(held):
+                assert torch.equal(there.cpu(), expected), f"batch {number} changed after it was given"
+        return len(held)
+
+    own = bench.module.stream(bench.module.Stream(bench.device)) if bench.overlaps else nullcontext()
+    with patch.object(kind, "send", late), ThreadPoolExecutor(1) as thread:
+        num_equal = compare(bench.device)
+        with own:
+            num_equal += compare(bench.device)
+        num_equal += thread.submit(compare, torch.device(bench.device.type)).result()
+    return f"{num_equal} batches equal"
+
+
+class Reads(TorchDispatchMode):
+    """RuntimeError where this thread reads a number of a tensor, for which the host would wait on an accelerator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the host reads a number of a tensor")
+        return func(*args, **(kwargs or {}))
 
 
 def check_syncs(bench: Bench) -> str:
-    """The loader makes the host wait for nothing on the device."""
-    bench.need("set_sync_debug_mode", "this device does not tell when the host waits for it")
-    loader = LatentLoader(BucketBatchSampler(bench.dataset("syncs", 16, 16), 4, seed=0), device=bench.device)
-    with loader:
+    """Neither the loader nor a step makes the host wait for the device.
+
+    Where the device does not say so itself, what this thread reads counts, in which the loader then reads too.
+    """
+    told, training = bench.can("set_sync_debug_mode"), Step(bench, TINY)
+    sampler = bench.sampler("syncs", 16, 4, TINY)
+    with bench.loader(sampler, prefetch=2 if told else 0) as loader, ExitStack() as watching:
         batches = loader.forever()
-        next(batches)
-        bench.module.set_sync_debug_mode("error")
-        try:
-            for batch in islice(batches, 8):
-                batch["latents"].float().square().mean()
-        finally:
-            bench.module.set_sync_debug_mode("default")
-    return "8 batches without one"
+        training.run(next(batches))
+        if told:
+            watching.callback(bench.module.set_sync_debug_mode, "default")
+            bench.module.set_sync_debug_mode("error")
+        else:
+            watching.enter_context(Reads())  # type: ignore[no-untyped-call]
+        for batch in islice(batches, 8):
+            training.run(batch)
+    return f"8 batches and steps without one, told by {'the device' if told else 'what the host reads'}"
 
 
 def check_memory(bench: Bench) -> str:
-    """Forty epochs reserve no more of the device than four."""
-    bench.need("memory_reserved", "this device does not count its memory")
-    sampler = BucketBatchSampler(bench.dataset("memory", 16, 8), 4, seed=0)
-    reserved = []
-    with LatentLoader(sampler, device=bench.device) as loader:
-        for number, _ in enumerate(islice(loader.forever(), 40 * len(sampler)), 1):
-            if number % (4 * len(sampler)) == 0:
-                reserved.append(bench.peak("memory_reserved"))
-    assert reserved[-1] <= reserved[0], f"{reserved[0]:,} bytes after 4 epochs, {reserved[-1]:,} after 40"
-    return f"{reserved[-1] / 1e6:.0f} MB"
+    """Forty epochs hold no more memory than four."""
+    sampler, held = bench.sampler("memory", 16, 4, 8), []
+    with bench.loader(sampler) as loader:
+        batches = loader.forever()
+        for num_epochs in (4, 36):
+            for _ in islice(batches, num_epochs * len(sampler)):
+                pass
+            held.append(bench.num_bytes("memory_reserved"))
+    assert held[1] - held[0] <= MAX_GROWTH, f"{held[0]:,} bytes after 4 epochs, {held[1]:,} after 40"
+    return f"{held[0] / 1e6:.0f} MB, {held[1] / 1e6:.0f} MB"
 
 
-def dataset_of(name: str, photos: Path) -> dict[str, Any]:
-    """A dataset of the config: small photos in small buckets."""
-    sizes = {"buckets": {"area": 4096, "step": 8}, "images": {"min_side": 8}}
-    return {"name": name, "source": {"path": photos}, **sizes}
-
-
-def entries_of(bench: Bench, name: str, **encode: Any) -> dict[str, Mapping[str, torch.Tensor]]:
-    """What precache makes of eight photos with the tiny model on the device."""
-    photos = bench.folder / "photos-of-checks"
-    if not photos.exists():
-        make_photos(photos, 8, 96, 3)
-    config = parse_config(
-        {
-            "cache": {"path": bench.folder / name},
-            "datasets": [dataset_of("photos", photos)],
-            "model": {"path": "tiny"},
-            "encode": {"device": str(bench.device), **encode},
-        }
-    )
-    report = run_precache(config)
-    assert not report.refused and report.num_encoded, report.to_text()
-    with LatentCache(bench.folder / name) as cache:
-        return {key: cache.get(key).tensors for key in cache.store.keys()}
+def difference(found: precache.Entries, right: precache.Entries) -> float:
+    """The largest difference of a tensor, as a part of its largest number. AssertionError for other keys."""
+    assert found.keys() == right.keys(), f"other keys: {found.keys() ^ right.keys()}"
+    pairs = [(found[key][name].float(), tensor.float()) for key, each in right.items() for name, tensor in each.items()]
+    return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
 
 def check_flags(bench: Bench) -> str:
     """A trainer's settings for TF32 and cuDNN change no bit of what is stored."""
-    backends: Any = torch.backends
-    before = entries_of(bench, "flags-default")
-    flags = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark
-    backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark = True, False, True
+    case = bench.case("flags", precache.models_of(), 8, torch.float32)
+    before, precision = case.entries(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     try:
-        after = entries_of(bench, "flags-changed")
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+            assert difference(case.entries(), before) == 0
     finally:
-        backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, backends.cudnn.benchmark = flags
-    assert before.keys() == after.keys(), "other keys"
-    for key, tensors in before.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, after[key][name]), f"{key}: other {name}"
+        torch.set_float32_matmul_precision(precision)
     return f"{len(before)} entries equal"
 
 
 def check_numbers(bench: Bench) -> str:
     """The device's moments in float32 without TF32 are the CPU's, but for rounding."""
-    vae, pixels = tiny_parts()["vae"], torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8)
+    vae, pixels = tiny_part("vae"), torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8)
     right = encode_images(vae, pixels)
-    with torch.backends.cudnn.flags(allow_tf32=False), placed(vae, bench.device):
+    unpinned = patch.object(vae_module, "pinned_numerics", nullcontext)  # which would set TF32 for convolutions
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), unpinned, placed(vae, bench.device):
         found = encode_images(vae, pixels.to(bench.device)).cpu()
-    worst = ((found - right).abs().max() / right.abs().max()).item()
+    worst = difference({"vae": {"moments": found}}, {"vae": {"moments": right}})
     assert worst < 1e-3, f"a relative difference of {worst:.1e}"
     return f"relative difference {worst:.0e}"
 
 
 def check_halving(bench: Bench) -> str:
-    """A batch that does not fit is halved, and the entries are those of smaller batches."""
-    bench.need("set_per_process_memory_fraction", "the device's memory cannot be limited")
-    vae = bench.vae(torch.float16).to(bench.device)
-    pixels = torch.randint(0, 256, (8, bench.side, bench.side, 3), dtype=torch.uint8, device=bench.device)
-    peaks = []
-    for size in (4, 8):
-        bench.free()
-        bench.module.reset_peak_memory_stats(bench.device)
-        encode_images(vae, pixels[:size])
-        peaks.append(bench.peak())
-    with bench.limited(sum(peaks) / 2):
-        try:
-            encode_images(vae, pixels)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        else:
-            raise AssertionError("the limit lets eight through: nothing was tried")
-        case = bench.case("halving", models_of(vae=vae.cpu()))
-        make_photos(bench.folder / "halving" / "photos", 8, bench.side)
-        case.run()
-    return "8 images stored where 8 do not fit at once"
+    """A batch that does not fit is halved, and the entries are those of smaller batches.
+
+    Where memory cannot be limited, or so finely as tiny sizes need it, the VAE refuses more than four images.
+    """
+    vae, sizes = bench.vae(bench.half), []
+    case = bench.case("halving", precache.models_of(vae=vae), 8)
+    right = case.entries(batch_size=4)
+    limits = not bench.tiny and bench.can("set_per_process_memory_fraction")
+    room: Any = nullcontext()
+    if limits:
+        pixels = torch.randint(0, 256, (8, bench.side, bench.side, 3), dtype=torch.uint8, device=bench.device)
+        with placed(vae, bench.device):
+            peaks = [bench.peak_of(partial(encode_images, vae, pixels[:size])) for size in (4, 8)]
+        del pixels
+        room = bench.limited(sum(peaks) / 2 + weight_bytes(vae))
+
+    def seen(encoder: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+        sizes.append(len(given[0]))
+        if not limits and sizes[-1] > 4:
+            raise torch.OutOfMemoryError("as if there were no memory for more than four images")
+
+    vae.encoder.register_forward_pre_hook(seen)
+    with room:
+        worst = difference(case.entries(batch_size=8), right)
+    assert sizes == [8, 4, 4], f"batches of {sizes}"
+    assert worst <= 1e-2, f"a relative difference of {worst:.1e}"
+    return f"8 images, then 4 and 4 ({'memory was limited' if limits else 'a shortage was pretended'})"
 
 
 def check_hooks(bench: Bench) -> str:
-    """A VAE under accelerate's offload hook encodes, and is back on the CPU afterwards."""
+    """A VAE under accelerate's offload hook encodes what it does without, and is back on the CPU afterwards."""
     from accelerate import cpu_offload_with_hook
 
-    if bench.device.type == "cpu":
-        raise NotTriedError("there is nothing to offload from")
-    parts = tiny_parts()
-    parts["vae"], _ = cpu_offload_with_hook(parts["vae"], bench.device)
-    make_photos(bench.folder / "hooks" / "photos", 4, bench.side)
-    case = bench.case("hooks", LoadedModels(**parts))
-    case.run()
-    where = {parameter.device.type for parameter in parts["vae"].parameters()}
-    assert where == {"cpu"}, f"the VAE is left on {where}"
-    return "4 images"
+    vae = tiny_part("vae")
+    case = bench.case("hooks", precache.models_of(vae=vae), 4, torch.float32)  # in its own dtype, else a copy encodes
+    right = case.entries()
+    hooked, _ = cpu_offload_with_hook(vae, bench.device)
+    assert difference(case.entries(), right) == 0
+    where = {parameter.device.type for parameter in hooked.parameters()}
+    assert where == {"cpu"} and hasattr(hooked, "_hf_hook"), f"the VAE is left on {where}"
+    return f"{len(right)} entries equal"
 
 
 def check_ddp(bench: Bench) -> str:
     """DistributedDataParallel reduces gradients after a phase that parks all that it may, by one process."""
-    distributed, rendezvous = torch.distributed, bench.folder / "ranks"
-    backend, buckets = "nccl" if bench.device.type == "cuda" else "gloo", list[int]()
+    distributed, rendezvous, buckets = torch.distributed, bench.folder / "ranks", list[int]()
+    backend = {"cpu": "gloo", "cuda": "nccl"}.get(bench.device.type)
+    if backend is None:
+        raise SkippedError(f"torch.distributed is tried on a CPU and with CUDA, and not on {bench.device.type}")
     distributed.init_process_group(backend, init_method=rendezvous.as_uri(), rank=0, world_size=1)
     try:
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(bench.device))
 
         def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
             buckets.append(bucket.index())
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
+            return allreduce_hook(state, bucket)
 
         net.register_comm_hook(None, reduce)
         phases = Phases({"unet": net}, device=bench.device)
@@ -412,29 +470,31 @@ def check_ddp(bench: Bench) -> str:
 
 def check_leaving(bench: Bench) -> str:
     """A phase that swaps two parts, of which the device holds one, ends with the first one back in its place."""
-    bench.need("set_per_process_memory_fraction", "the device's memory cannot be limited")
-    size = 1 << (6 if bench.tiny else 14)  # a part of 1 GiB
+    if bench.device.type == "cpu":
+        raise SkippedError("parts are parked on the CPU, which is the device here")
+    size = 1 << (12 if bench.tiny else 14)  # a part of 64 MiB or 1 GiB
     parts = {name: torch.nn.Linear(size, size, bias=False, device="cpu") for name in ("unet", "vae")}
     parts["vae"].requires_grad_(False)
     phases = Phases(parts, device=bench.device)
     phases.start("train")  # with the part that is trained on the device
-    with bench.limited(1.5 * parts["vae"].weight.nbytes), phases.enter(Phase(on_device=("vae",))):
-        assert parts["vae"].weight.device == bench.device and parts["unet"].weight.device.type == "cpu"
-    assert parts["unet"].weight.device == bench.device and parts["vae"].weight.device.type == "cpu"
-    return "one part at a time"
+    limits = bench.can("set_per_process_memory_fraction")
+    with bench.limited(parts["vae"].weight.nbytes / 2) if limits else nullcontext():
+        with phases.enter(Phase(on_device=("vae",))):
+            assert parts["vae"].weight.device == bench.device and parts["unet"].weight.device.type == "cpu"
+        assert parts["unet"].weight.device == bench.device and parts["vae"].weight.device.type == "cpu"
+    return f"one part at a time{'' if limits else ', though the device has room for both'}"
 
 
 def check_validation(bench: Bench) -> str:
     """Training for six steps gives the same bits with validations in between, of which the first fills the cache."""
     from train_lora import Options, train
 
-    photos = bench.folder / "photos-of-training"
-    make_photos(photos, 8, 96)
-    held_out = bench.folder / "photos-held-out"
-    make_photos(held_out, 4, 96)
-    sets = [dataset_of("train", photos), dataset_of("held_out", held_out) | {"role": "validation"}]
+    sizes = {"buckets": {"area": 4096, "step": 8}, "images": {"min_side": 8}}
+    sets = []
+    for role, num_photos in (("train", 8), ("validation", 4)):
+        precache.make_photos(bench.folder / role, num_photos, 96)
+        sets.append({"name": role, "role": role, "source": {"path": bench.folder / role}, **sizes})
     losses = {}
-    deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         for every in (0, 2):
@@ -450,82 +510,99 @@ def check_validation(bench: Bench) -> str:
             options = Options(6, batch_size=2, validate_every=every, out=folder / "lora", device=str(bench.device))
             losses[every] = train(config, options)["losses"]
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(False)
     assert losses[0] == losses[2], f"losses {losses[0]} without validation, {losses[2]} with it"
     return "6 losses equal"
 
 
-CHECKS = (
-    check_batches,
-    check_syncs,
-    check_memory,
-    check_flags,
-    check_numbers,
-    check_halving,
-    check_hooks,
-    check_ddp,
-    check_leaving,
-    check_validation,
-)
+CHECKS: dict[str, Callable[[Bench], str]] = {
+    "batches": check_batches,
+    "syncs": check_syncs,
+    "memory": check_memory,
+    "flags": check_flags,
+    "numbers": check_numbers,
+    "halving": check_halving,
+    "hooks": check_hooks,
+    "ddp": check_ddp,
+    "leaving": check_leaving,
+    "validation": check_validation,
+}
 
 
 def checks(bench: Bench) -> None:
-    """Whether what the device computes and gives is right. Each check runs; those that fail end the part."""
-    failures, num_passed = [], 0
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_")
+    """Whether what the device computes and gives is right. All checks run; one that fails makes the part fail."""
+    for name in bench.options.check:
         try:
-            print(f"{name}: {check(bench)}", file=sys.stderr, flush=True)
-            num_passed += 1
-        except NotTriedError as error:
-            print(f"{name}: not tried, as {error}", file=sys.stderr, flush=True)
+            outcome, text = "passed", CHECKS[name](bench)
+        except SkippedError as error:
+            outcome, text = "skipped", str(error)
         except Exception as error:
             traceback.print_exc()
-            failures.append(f"{name}: {type(error).__name__}: {error}")
+            outcome, text = "failed", f"{type(error).__name__}: {error}"
+        bench.checks[name] = {"outcome": outcome, "text": text}
+        print(f"{name}: {outcome}, {text}", file=sys.stderr, flush=True)
         bench.free()
-    bench.add("checks passed", num_passed, f"of {len(CHECKS)}", least=len(CHECKS))
-    if failures:
-        raise AssertionError("; ".join(failures))
+    outcomes = Counter(each["outcome"] for each in bench.checks.values())
+    bench.add("checks passed", outcomes["passed"], f"of {len(bench.checks)}", least=len(bench.checks))
+    assert not outcomes["failed"], f"{outcomes['failed']} checks failed"
 
 
 # Throughput
 
 
+def ceilings(bench: Bench) -> None:
+    """What the card can do at best: copies in both directions, a matmul, convolutions."""
+    for name, rate in bench.copy_rates.items():
+        bench.add(name, rate / 1e9, "GB/s")
+    side = 64 if bench.tiny else 8192
+    one, other = (torch.randn(side, side, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = bench.seconds({"matmul": lambda: torch.mm(one, other)})["matmul"]
+    bench.add(f"matmul of {side}x{side}, bfloat16", 2 * side**3 / seconds / 1e12, "TFLOP/s")
+    for name, flops in bench.conv_flops.items():
+        bench.add(name, flops / 1e12, "TFLOP/s")
+
+
+def rates(bench: Bench, name: str, sizes: Collection[int], encode: Callable[[int], Any], unit: str) -> dict[int, float]:
+    """How many items a second are encoded in batches of each size that fits into memory; noted with their peaks."""
+    found = {}
+    for size in sorted(sizes):
+        label, method = f"{name}batch {size}", partial(encode, size)
+        try:
+            found[size] = size / bench.seconds({label: method})[label]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            print(f"{label}: does not fit into memory", file=sys.stderr)
+        else:
+            bench.add(label, found[size], unit)
+            bench.add_peak(label, method)
+    return found
+
+
 def vae(bench: Bench) -> None:
     """Images per second of the VAE's encoder, by dtype and batch; and of precache with what it chooses."""
-    rates: dict[str, float] = {}
+    by_dtype: dict[torch.dtype, dict[int, float]] = {}
     dtypes = (torch.float32,) if bench.device.type == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
-    sizes = (1, 2) if bench.tiny else (1, 2, 4, 8, 16)
-    pixels = torch.randint(0, 256, (sizes[-1], bench.side, bench.side, 3), dtype=torch.uint8, device=bench.device)
+    chosen = vae_batch_size(bench.device, bench.half, bench.side**2)[0]
+    sizes = {chosen, *((1, 2) if bench.tiny else (1, 2, 4, 8, 16))}
+    pixels = torch.randint(0, 256, (max(sizes), bench.side, bench.side, 3), dtype=torch.uint8).to(bench.device)
+
+    def encode(model: Any, size: int) -> None:
+        encode_images(model, pixels[:size])
+
     for dtype in dtypes:
         model = bench.vae(dtype).to(bench.device)
-        for size in sizes:
-            name = f"{dtype}, batch {size}".replace("torch.", "")
-            try:
-                rates[name] = size / bench.seconds({name: partial(encode_images, model, pixels[:size])})[name]
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                print(f"{name}: does not fit into memory", file=sys.stderr)
+        name = f"{dtype}, ".removeprefix("torch.")
+        by_dtype[dtype] = rates(bench, name, sizes, partial(encode, model), "images/s")
         del model
         bench.free()
-    best = max(rates, key=lambda name: rates[name])
-    for name, rate in rates.items():
-        bench.add(name, rate, "images/s")
+    best = {dtype: max(found.values()) for dtype, found in by_dtype.items()}
     if not bench.tiny:
-        bench.add(f"best ({best}) over a convolution", rates[best] * VAE_TFLOP["encode"] * 1e12 / bench.conv_flops, "")
-    case = bench.case("vae", models_of(vae=bench.vae(bench.half)))
-    chosen = choose_encodings(case.config(), case.models, {}).vae
-    model = case.models.vae(chosen.dtype)
-    with placed(model, bench.device):
-        size = min(chosen.batch_size, len(pixels))
-        rate = size / bench.seconds({"chosen": partial(encode_images, model, pixels[:size])})["chosen"]
-    half = [value for name, value in rates.items() if str(chosen.dtype).removeprefix("torch.") in name]
-    bench.add(f"chosen (batch {size}) over the best of its dtype", rate / max(half), "", least=0.97)
-    del model, pixels
-    bench.free()
-    paths = make_photos(case.folder / "photos", 4 if bench.tiny else 256, bench.side)
-    found = images_case(case, paths)
+        bench.add("best over a convolution", bench.over_conv(max(best.values()), "encode"), "", least=0.6)
+    share = by_dtype[bench.half][chosen] / best[bench.half]
+    bench.add(f"chosen (batch {chosen}) over the best of its dtype", share, "", least=0.97)
+    case = bench.case("vae", precache.models_of(vae=bench.vae(bench.half)), 4 if bench.tiny else 256)
+    found = precache.images_case(case)
     per_s = found["per_s"]
     bench.add("precache", per_s["run"], "images/s")
     bench.add("precache over the encoder alone", found["fraction_of"]["encoder"]["median"], "", least=0.95)
@@ -535,35 +612,22 @@ def vae(bench: Bench) -> None:
 def text(bench: Bench) -> None:
     """Captions per second of both text encoders, by batch; and of precache with what it chooses."""
     parts = bench.texts(bench.half)
-    case = bench.case("text", models_of(texts=parts))
-    sizes = (2, 4) if bench.tiny else (16, 32, 64, 128, 256)
+    case = bench.case("text", precache.models_of(texts=parts), 1)
     chosen = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
+    sizes = {chosen, *((2, 4) if bench.tiny else (16, 32, 64, 128, 256))}
     encoders = [parts["text_encoder"], parts["text_encoder_2"]]
-    vocab_size = encoders[0].config.vocab_size
-    ids = torch.randint(0, vocab_size - 2, (max(*sizes, chosen), 77), device=bench.device)
-    rates = {}
-    with ExitStack() as stack, torch.no_grad():
+    ids = torch.randint(0, encoders[0].config.vocab_size - 2, (max(sizes), 77), device=bench.device)
+
+    def encode(size: int) -> None:
         for encoder in encoders:
-            stack.enter_context(placed(encoder, bench.device))
+            encoder(ids[:size], output_hidden_states=True)
 
-        def encode(size: int) -> None:
-            for encoder in encoders:
-                encoder(ids[:size], output_hidden_states=True)
-
-        for size in {*sizes, chosen}:
-            rates[size] = size / bench.seconds({"encode": partial(encode, size)})["encode"]
-    for size in sorted(rates):
-        bench.add(f"batch {size}", rates[size], "captions/s")
-    bench.add(f"chosen (batch {chosen}) over the best", rates[chosen] / max(rates.values()), "", least=0.95)
-    import numpy as np
-
-    generator = np.random.default_rng(1)
-    captions = [caption(generator, number) for number in range(8 if bench.tiny else 8192)]
-    (path,) = make_photos(case.folder / "photos", 1, bench.side)
-    path.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
-    found = captions_case(case, captions)
-    bench.add("precache", found["per_s"]["run"], "captions/s")
-    bench.add("precache over the encoders alone", found["fraction_of"]["encoder"]["median"], "", least=0.9)
+    with placed(encoders[0], bench.device), placed(encoders[1], bench.device), torch.no_grad():
+        found = rates(bench, "", sizes, encode, "captions/s")
+    bench.add(f"chosen (batch {chosen}) over the best", found[chosen] / max(found.values()), "", least=0.95)
+    run = precache.captions_case(case, 8 if bench.tiny else 8192)
+    bench.add("precache", run["per_s"]["run"], "captions/s")
+    bench.add("precache over the encoders alone", run["fraction_of"]["encoder"]["median"], "", least=0.9)
 
 
 def copies(bench: Bench) -> None:
@@ -588,74 +652,40 @@ def copies(bench: Bench) -> None:
         bench.add(f"{name} over one copy", taken["copy"] / taken["send"], "", least=least)
 
 
-# Training
-
-
-class Step:
-    """A LoRA of SDXL's UNet in bfloat16 with gradient checkpointing, and its optimizer."""
-
-    def __init__(self, bench: Bench):
-        from diffusers.training_utils import cast_training_params
-        from peft import LoraConfig
-
-        self.bench = bench
-        self.unet = bench.unet(bench.train_dtype).requires_grad_(False).train()
-        targets = ["to_q", "to_k", "to_v", "to_out.0"]
-        self.unet.add_adapter(LoraConfig(r=4 if bench.tiny else 16, target_modules=targets))
-        cast_training_params(self.unet, torch.float32)
-        self.unet.enable_gradient_checkpointing()
-        self.parameters = [each for each in self.unet.parameters() if each.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
-
-    def run(self, batch: Mapping[str, Any]) -> None:
-        """One step on a batch of the loader's, whose sizes may be other ones than this UNet's: they are cut to fit."""
-        device, config = self.bench.device, self.unet.config
-        latents = batch["latents"]
-        count = len(latents)
-        embeds = batch["prompt_embeds"][..., : config.cross_attention_dim]
-        width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        added = {"text_embeds": batch["pooled_prompt_embeds"][:, :width], "time_ids": batch["add_time_ids"]}
-        timesteps = torch.randint(0, 1000, (count,), device=device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            predicted = self.unet(latents, timesteps, encoder_hidden_states=embeds, added_cond_kwargs=added).sample
-            loss = torch.nn.functional.mse_loss(predicted.float(), latents.float())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def step(bench: Bench) -> None:
-    """Steps of a real LoRA with the loader, against as many with one batch that lies on the device."""
-    training = Step(bench)
-    config = training.unet.config
-    scale = 16 if bench.tiny else 1
-    dataset = bench.dataset("steps", 8 if bench.tiny else 512, scale)
-    sampler = BucketBatchSampler(dataset, 2 if bench.tiny else 4, seed=0)
-    num_steps = 4 if bench.tiny else 60
-    if bench.tiny:
-        assert config.cross_attention_dim <= 2048 // scale, "the tiny samples are too narrow for the tiny UNet"
-    waited: list[float] = []
-    with LatentLoader(sampler, device=bench.device, dtype=torch.float32, scaled=True) as loader:
-        batches = loader.forever()
-        fixed = next(batches)
+    """Steps of a real LoRA with our loader and with a DataLoader, against as many with one batch on the device."""
+    training, num_steps = Step(bench), 2 if bench.tiny else 12
+    sampler = bench.sampler("steps", 8 if bench.tiny else 512, 2 if bench.tiny else 4, bench.scale)
+    dataset = sampler.dataset
+    again = BucketBatchSampler(dataset, sampler.batch_size, seed=0)
+    theirs = DataLoader(dataset, batch_sampler=again, num_workers=2, pin_memory=bench.overlaps)
+    waited: dict[str, list[float]] = {"loader": [], "DataLoader": [], "one batch": []}
 
-        def with_loader() -> None:
-            for _ in range(num_steps):
-                start = time.perf_counter()
-                batch = next(batches)
-                waited.append(time.perf_counter() - start)
-                training.run(batch)
+    def placed_batches() -> Iterator[Batch]:
+        while True:
+            for batch in theirs:
+                yield dataset.place(batch, device=bench.device, dtype=torch.float32, scaled=True)
 
-        def with_one_batch() -> None:
-            for _ in range(num_steps):
-                training.run(fixed)
+    def steps(name: str) -> None:
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            batch = next(batches[name])
+            waited[name].append(time.perf_counter() - start)
+            training.run(batch)
 
-        taken = bench.seconds({"loader": with_loader, "fixed": with_one_batch})
-    bench.add("step", taken["fixed"] / num_steps * 1e3, "ms")
-    bench.add("step with the loader over one batch", taken["loader"] / taken["fixed"], "", most=1.01)
-    share = sum(waited) / len(waited) * num_steps / taken["loader"]
-    bench.add("waiting, share of a step", share, "", most=0.005)
-    bench.add("waiting, p99", sorted(waited)[int(0.99 * (len(waited) - 1))] * 1e3, "ms")
+    with bench.loader(sampler) as loader:
+        batches: dict[str, Any] = {"loader": loader.forever(), "DataLoader": placed_batches()}
+        fixed = next(batches["loader"])
+        batches["one batch"] = iter(lambda: fixed, None)
+        training.run(fixed)
+        taken = bench.seconds({name: partial(steps, name) for name in waited}, warm=False)
+        batches["DataLoader"].close()
+    bench.add("step", taken["one batch"] / num_steps * 1e3, "ms")
+    for name, most, share in (("loader", 1.01, 0.005), ("DataLoader", None, None)):
+        bench.add(f"step with the {name} over one batch", taken[name] / taken["one batch"], "", most=most)
+        mean = sum(waited[name]) / len(waited[name])
+        bench.add(f"waiting for the {name}, share of a step", mean * num_steps / taken[name], "", most=share)
+        bench.add(f"waiting for the {name}, p99", float(np.quantile(waited[name], 0.99)) * 1e3, "ms")
 
 
 def phases(bench: Bench) -> None:
@@ -665,67 +695,74 @@ def phases(bench: Bench) -> None:
     parts |= {name: part for name, part in bench.texts(bench.train_dtype).items() if isinstance(part, torch.nn.Module)}
     switch = Phases(parts, device=bench.device)
     switch.start("train")
-    sizes = {name: weight_bytes(part) for name, part in parts.items() if isinstance(part, torch.nn.Module)}
-    encoders = ("text_encoder", "text_encoder_2")
+    lent = {"lend the VAE": ("vae",), "lend the text encoders": ("text_encoder", "text_encoder_2")}
+    switches: dict[str, Callable[[], Any]] = {
+        "enter and leave validate": partial(switch.enter, "validate"),
+        "park all and bring it back": partial(switch.enter, Phase(on_device=())),
+        **{name: partial(switch.lend, *names) for name, names in lent.items()},
+    }
 
-    validate = partial(switch.enter, "validate")
-
-    def entered(open_one: Callable[[], Any]) -> None:
-        with open_one():
+    def entered(name: str) -> None:
+        with switches[name]():
             pass
 
-    taken = bench.seconds(
-        {
-            "enter and leave validate": partial(entered, validate),
-            "lend the VAE": partial(entered, partial(switch.lend, "vae")),
-            "lend the text encoders": partial(entered, partial(switch.lend, *encoders)),
-        }
-    )
-    bench.add("enter and leave validate", taken["enter and leave validate"], "s", most=0.15)
-    for name, lent in (("lend the VAE", ("vae",)), ("lend the text encoders", encoders)):
-        ideal = sum(sizes[part] for part in lent) / bench.pinned_rate
-        bench.add(name, taken[name], "s")
-        bench.add(f"{name}, over a pinned copy", taken[name] / ideal, "", most=3.0)
-    dataset = bench.dataset("phases", 8, 16 if bench.tiny else 1)
-    sampler = BucketBatchSampler(dataset, 2 if bench.tiny else 4, seed=0)
-    with LatentLoader(sampler, device=bench.device, dtype=torch.float32, scaled=True) as loader:
-        batch = next(iter(loader.forever()))
+    taken = bench.seconds({name: partial(entered, name) for name in switches})
+    for name, seconds in taken.items():
+        bench.add(name, seconds, "s", most=0.15 if name == "enter and leave validate" else None)
+        if name in lent:
+            ideal = sum(weight_bytes(parts[part]) for part in lent[name]) / bench.upload_rate
+            bench.add(f"{name}, over a copy at best", seconds / ideal, "", most=3.0)
+    with bench.loader(bench.sampler("phases", 8, 2 if bench.tiny else 4, bench.scale)) as loader:
+        batch = next(loader.forever())
     usual = bench.seconds({"step": partial(training.run, batch)})["step"]
-    entered(validate)
-    bench.synchronize()
+    entered("enter and leave validate")
     first = seconds_of(lambda: bench.end(partial(training.run, batch)))
     bench.add("first step after a phase over a usual one", first / usual, "", most=1.3)
-    stats: Callable[[torch.device], dict[str, int]] = getattr(bench.module, "memory_stats", lambda device: {})
-    bench.add("allocations that were tried again", stats(bench.device).get("num_alloc_retries", 0), "", most=0)
+    if bench.can("memory_stats"):
+        retries = bench.module.memory_stats(bench.device).get("num_alloc_retries", 0)
+        bench.add("allocations that were tried again", retries, "", most=0)
 
 
 def decode(bench: Bench) -> None:
-    """Decoding a sample image, and saving and loading a LoRA's training."""
+    """Decoding a sample image, whole and in tiles."""
     model = bench.vae(bench.half).to(bench.device)
     latents = torch.randn(1, 4, bench.side // 8, bench.side // 8, device=bench.device)
-    seconds = bench.seconds({"decode": partial(decode_fitting, model, latents)})["decode"]
-    bench.add("decode an image", seconds * 1e3, "ms")
-    if not bench.tiny:
-        rate = VAE_TFLOP["decode"] * 1e12 / seconds
-        bench.add("decoding over a convolution", rate / bench.conv_flops, "", least=0.5)
-    del model
-    bench.free()
-    training = Step(bench)
-    path = bench.folder / "checkpoint"
-    state: dict[str, Any] = {"model": training.unet, "optimizer": training.optimizer}
-    taken = bench.seconds(
-        {
-            "save": lambda: save_checkpoint(path, **state, step=1),
-            "load": lambda: load_checkpoint(path, **state),
+    ways: dict[str, Callable[[], Any]] = {
+        "whole": partial(decode_fitting, model, latents),
+        "in tiles": partial(decode_latents, model, latents, tiled=True),
+    }
+    for name, seconds in bench.seconds(ways).items():
+        bench.add(f"decode an image {name}", seconds * 1e3, "ms")
+        bench.add_peak(f"decode an image {name}", ways[name])
+        if name == "whole" and not bench.tiny:
+            bench.add("decoding over a convolution", bench.over_conv(1 / seconds, "decode"), "", least=0.5)
+
+
+def checkpoint(bench: Bench) -> None:
+    """Saving and loading what a LoRA trains with its optimizer, and the whole UNet."""
+    training, path = Step(bench), bench.folder / "checkpoint"
+    for parameter in training.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    training.optimizer.step()  # which makes its moments
+    named = training.unet.named_modules()
+    lora = {name.replace(".", "/"): each for name, each in named if name.endswith(("lora_A", "lora_B"))}
+    for name, state in (
+        ("a LoRA and AdamW", {"model": lora, "optimizer": training.optimizer}),
+        ("the UNet", {"model": training.unet}),
+    ):
+        ways: dict[str, Callable[[], Any]] = {
+            "save": partial(save_checkpoint, path, **state),
+            "load": partial(load_checkpoint, path, **state),
         }
-    )
-    num_bytes = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
-    for name, value in taken.items():
-        bench.add(f"{name} a checkpoint of {num_bytes / 1e9:.2f} GB", value, "s")
+        taken, size = bench.seconds(ways, warm=False), path.stat().st_size
+        for way, seconds in taken.items():
+            bench.add(f"{way} {name}, {size / 1e9:.2f} GB", seconds, "s")
+        upload = size / bench.copy_rates["host to device, pageable"]
+        bench.add(f"load {name}, over a pageable copy", taken["load"] / upload, "")
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
-    each.__name__: each for each in (ceilings, checks, vae, text, copies, step, phases, decode)
+    each.__name__: each for each in (ceilings, checks, vae, text, copies, step, phases, decode, checkpoint)
 }
 
 
@@ -743,34 +780,19 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             failed[name] = f"{type(error).__name__}: {error}"
         seconds[name] = time.perf_counter() - start
         bench.free()
-    missed = [f"{row['part']}: {row['name']}" for row in bench.rows if row["reached"] is False]
-    return {"rows": bench.rows, "failed": failed, "missed": missed, "seconds": seconds}
-
-
-def to_text(result: Mapping[str, Any]) -> str:
-    """A table of the figures, part by part."""
-    where = result["environment"]
-    lines = [f"{where['device']}, torch {where['torch']}, {where['date']}"]
-    part = ""
-    for row in result["rows"]:
-        if row["part"] != part:
-            part = row["part"]
-            lines.append(f"\n{part} ({result['seconds'][part]:.0f} s)")
-        goal = "" if row["goal"] is None else f"{row['goal']:>9}" + ("" if row["reached"] else "  MISSED")
-        lines.append(f"  {row['name']:52}{row['value']:>12.4g} {row['unit']:<11}{goal}".rstrip())
-    lines += [f"\nFAILED {name}: {error}" for name, error in result["failed"].items()]
-    return "\n".join(lines)
+    return {"parts": bench.parts, "checks": bench.checks, "failed": failed, "seconds": seconds}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, PARTS)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", default=str(accelerator or "cpu"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--check", nargs="+", choices=CHECKS, default=list(CHECKS), help="only these (default: all)")
     parser.set_defaults(repetitions=5, part=list(PARTS))
     options = parser.parse_args(arguments)
-    if torch.device(options.device).type == "cpu" and not options.tiny:
+    options.device = str(device_named(options.device))
+    if options.device == "cpu" and not options.tiny:
         parser.error("there is no accelerator here, and a CPU takes hours at these sizes: give --tiny --device cpu")
-    return 1 if run_in_folder(run, options, to_text)["failed"] else 0
+    return 1 if run_in_folder(run, options)["failed"] else 0
 
 
 if __name__ == "__main__":

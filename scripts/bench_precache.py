@@ -27,6 +27,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,21 +46,25 @@ from latentcache.config import BucketsConfig, ImagesConfig
 from latentcache.config_file import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
-from latentcache.devices.placement import device_named, placed
+from latentcache.devices.placement import device_named, placed, vae_batch_size
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import seeded, tiny_parts
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE
-from latentcache.precache.workspace import open_workspace
+from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Size
 
 WANTED = {"encoder_bound": 0.95, "decode_bound": 0.9, "captions": 0.95}
 """Fractions of the ceiling."""
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
+
+
+Entries = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class TextShape(NamedTuple):
@@ -77,8 +82,8 @@ CLIP_L = TextShape(768, 12, 12, "quick_gelu")
 CLIP_BIG_G = TextShape(1280, 32, 20, "gelu")
 
 
-def make_vae(channels: tuple[int, ...], dtype: torch.dtype) -> AutoencoderKL:
-    """A VAE as SDXL's but for its channels, with random weights: CPU, frozen, eval."""
+def make_vae(channels: tuple[int, ...], dtype: torch.dtype, tile: int = 512) -> AutoencoderKL:
+    """A VAE as SDXL's but for its channels and the side of its tiles, with random weights: CPU, frozen, eval."""
     with seeded(0):
         vae = AutoencoderKL(
             block_out_channels=channels,
@@ -86,6 +91,7 @@ def make_vae(channels: tuple[int, ...], dtype: torch.dtype) -> AutoencoderKL:
             up_block_types=("UpDecoderBlock2D",) * len(channels),
             layers_per_block=2,
             latent_channels=4,
+            sample_size=tile,
             norm_num_groups=min(32, channels[0]),
             scaling_factor=SCALING_FACTOR,
             force_upcast=False,
@@ -131,8 +137,8 @@ def models_of(vae: AutoencoderKL | None = None, texts: Mapping[str, Any] | None 
     return LoadedModels(**parts)
 
 
-def make_photos(folder: Path, num_photos: int, size: int, num_captions: int = 0) -> list[Path]:
-    """Square JPEG files, no two of them alike, with as much detail as photographs have; all captions in the first."""
+def make_photos(folder: Path, num_photos: int, size: int) -> list[Path]:
+    """Square JPEG files, no two of them alike, with as much detail as photographs have."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     canvas = _canvas(generator, size)
@@ -144,9 +150,6 @@ def make_photos(folder: Path, num_photos: int, size: int, num_captions: int = 0)
         path = folder / f"{number:05d}.jpg"
         Image.fromarray((pixels // 8 * 7 + tint).astype(np.uint8)).save(path, quality=JPEG_QUALITY)
         paths.append(path)
-    if num_captions:
-        lines = [caption(generator, number) for number in range(num_captions)]
-        paths[0].with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return paths
 
 
@@ -163,35 +166,37 @@ def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
     return np.clip(total + 128, 0, 255).astype(np.uint8)
 
 
-def caption(generator: np.random.Generator, number: int) -> str:
-    """A caption like no other, of the usual length of some words."""
-    return f"{number} " + " ".join(generator.choice(WORDS, size=int(generator.integers(4, 14))))
-
-
 # What is measured -----------------------------------------------------------------------------------------------------
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
 class Case:
-    """A dataset, models, and runs of precache over them, each into a cache of its own."""
+    """New photos, models, and runs of precache over them, each into a cache of its own.
 
-    def __init__(self, folder: Path, models: LoadedModels, side: int, options: argparse.Namespace):
+    `side` is that of the bucket, `photo_side` that of the JPEG files. Of `options` device, dtype and repetitions count.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        models: LoadedModels,
+        options: argparse.Namespace,
+        num_photos: int,
+        side: int,
+        photo_side: int | None = None,
+    ):
         self.folder, self.models, self.options, self.side = folder, models, options, side
+        self.device, self.dtype = device_named(options.device), DTYPES[options.dtype]
+        self.paths = make_photos(folder / "photos", num_photos, photo_side or side)
         self._numbers = itertools.count()
 
-    def config(self) -> Config:
+    def config(self, **encode: Any) -> Config:
         dataset = {
             "name": "bench",
             "source": {"kind": "folder", "path": self.folder / "photos"},
             "buckets": {"area": self.side**2, "step": 8, "max_aspect": 1.0},
             "images": {"min_side": 8},
         }
-        encode = {
+        encode |= {
             "device": self.options.device,
             "vae_dtype": self.options.dtype,
             "text_dtype": self.options.dtype,
@@ -201,15 +206,27 @@ class Case:
         path = self.folder / f"cache-{next(self._numbers)}"
         return parse_config({"cache": {"path": path}, "datasets": [dataset], "encode": encode})
 
-    def run(self) -> float:
-        """Seconds of a whole run into a new cache that is open already, without loading the models."""
-        config = self.config()
+    @contextmanager
+    def _done(self, **encode: Any) -> Iterator[tuple[Report, Workspace]]:
+        """A whole run into a new cache that is open already, and is deleted after the block."""
+        config = self.config(**encode)
         with open_workspace(config.cache) as workspace:
             report = run_precache(config, models=self.models, workspace=workspace)
-        if report.refused or report.num_encoded != report.num_misses:
-            raise RuntimeError(f"the run is no measure: {report.to_text()}")
+            if report.refused or report.num_encoded != report.num_misses:
+                raise RuntimeError(f"the run is no measure: {report.to_text()}")
+            yield report, workspace
         shutil.rmtree(config.cache.path)
-        return report.seconds["total"] - report.seconds["load"]
+
+    def run(self) -> float:
+        """Seconds of a run, without loading the models."""
+        with self._done() as (report, _):
+            return report.seconds["total"] - report.seconds["load"]
+
+    def entries(self, **encode: Any) -> Entries:
+        """What a run makes, with further settings of `encode`: key -> tensors by name."""
+        with self._done(**encode) as (_, workspace):
+            store = workspace.store
+            return {key: {name: each.clone() for name, each in store.get(key).tensors.items()} for key in store.keys()}
 
     def read(self, path: Path) -> np.ndarray:
         """What a decoding thread does."""
@@ -232,6 +249,7 @@ def chunks(items: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
 
 def alone(encode: Callable[[Any], object], batches: Sequence[Any], device: torch.device) -> float:
     """Seconds of an encoder over batches that lie on the device."""
+    synchronize = torch.get_device_module(device).synchronize
     encode(batches[0])
     synchronize(device)
     start = time.perf_counter()
@@ -239,12 +257,6 @@ def alone(encode: Callable[[Any], object], batches: Sequence[Any], device: torch
         encode(batch)
     synchronize(device)
     return time.perf_counter() - start
-
-
-def decoders_alone(case: Case, paths: Sequence[Path]) -> float:
-    """Seconds in which all cores read and decode the files."""
-    with ThreadPoolExecutor(os.cpu_count()) as executor:
-        return seconds_of(lambda: list(executor.map(case.read, paths)))
 
 
 def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
@@ -259,45 +271,51 @@ def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]
     }
 
 
-def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
-    """`run` against the encoder and the decoders, all over these images."""
-    device = device_named(case.options.device)
-    encodings = choose_encodings(case.config(), case.models, {})
-    pixels = [torch.from_numpy(case.read(path)) for path in paths]
-    parts = chunks(pixels, encodings.image_group_size, encodings.vae.batch_size)
-    batches = [torch.stack(list(batch)).to(device) for batch in parts]
+def images_case(case: Case) -> dict[str, Any]:
+    """`run` against the encoder and the decoders, all over the photos of the case."""
+    pixels = [torch.from_numpy(case.read(path)) for path in case.paths]
+    group_size = choose_encodings(case.config(), case.models, {}).image_group_size
+    batch_size, _ = vae_batch_size(case.device, case.dtype, case.side**2)
+    batches = [torch.stack(list(batch)).to(case.device) for batch in chunks(pixels, group_size, batch_size)]
 
     def encoder_alone() -> float:
-        vae = case.models.vae(DTYPES[case.options.dtype])
-        with placed(vae, device):
-            return alone(partial(encode_images, vae), batches, device)
+        vae = case.models.vae(case.dtype)
+        with placed(vae, case.device):
+            return alone(partial(encode_images, vae), batches, case.device)
 
-    return in_rounds(case, len(paths), {"encoder": encoder_alone, "decode": lambda: decoders_alone(case, paths)})
+    def decoders_alone() -> float:
+        with ThreadPoolExecutor(os.cpu_count()) as executor:
+            return seconds_of(lambda: list(executor.map(case.read, case.paths)))
+
+    return in_rounds(case, len(case.paths), {"encoder": encoder_alone, "decode": decoders_alone})
 
 
-def captions_case(case: Case, captions: Sequence[str]) -> dict[str, Any]:
-    """`run` over these captions (and one small image) against the text encoders alone.
+def captions_case(case: Case, num_captions: int) -> dict[str, Any]:
+    """`run` over so many captions of the first photo, against the text encoders alone.
 
-    The run encodes the empty caption too, so it is one of them here.
+    Captions have some words each, no two the same. The run encodes the empty caption too, so it is one of them here.
     """
-    captions = ["", *captions]
-    device, dtype = device_named(case.options.device), DTYPES[case.options.dtype]
-    parts = case.models.text(dtype)
+    generator = np.random.default_rng(1)
+    captions = [""]
+    for number in range(num_captions):
+        captions.append(f"{number} " + " ".join(generator.choice(WORDS, size=int(generator.integers(4, 14)))))
+    case.paths[0].with_suffix(".txt").write_text("\n".join(captions[1:]) + "\n", encoding="utf-8")
+    parts = case.models.text(case.dtype)
     batch_size = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
     batches = []
     for batch in chunks(captions, TEXT_BATCH_SIZE, batch_size):
         ids = [tokens.input_ids for tokens in case.models.family.tokenize(parts, batch)]
-        batches.append(tuple(torch.cat(column).to(device) for column in zip(*ids, strict=True)))
+        batches.append(tuple(torch.cat(column).to(case.device) for column in zip(*ids, strict=True)))
 
     def encoders_alone() -> float:
-        encoders = [*case.models.text_encoders(dtype).values()]
+        encoders = [*case.models.text_encoders(case.dtype).values()]
 
         def encode(batch: Sequence[torch.Tensor]) -> None:
             made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders, batch, strict=True)]
             torch.cat([output.hidden_states[-2] for output in made], -1)
 
-        with placed(encoders[0], device), placed(encoders[1], device), torch.no_grad():
-            return alone(encode, batches, device)
+        with placed(encoders[0], case.device), placed(encoders[1], case.device), torch.no_grad():
+            return alone(encode, batches, case.device)
 
     return in_rounds(case, len(captions), {"encoder": encoders_alone})
 
@@ -311,18 +329,15 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     encoders = TextShape(256, 12, 4, "quick_gelu"), TextShape(384, 16, 6, "gelu")
     if options.tiny:
         encoders = TextShape(16, 2, 2, "quick_gelu"), TextShape(16, 3, 2, "gelu")
-
-    case = Case(folder / "encoder", models_of(vae=make_vae(channels, dtype)), side, options)
-    images = images_case(case, make_photos(case.folder / "photos", num_images, side))
-
-    case = Case(folder / "decode", models_of(), 64, options)
-    decoded = images_case(case, make_photos(case.folder / "photos", num_photos, photo_side))
-
-    case = Case(folder / "captions", models_of(texts=make_texts(*encoders, dtype)), 64, options)
-    [path] = make_photos(case.folder / "photos", 1, 64, num_captions)
-    captions = captions_case(case, path.with_suffix(".txt").read_text(encoding="utf-8").splitlines())
-
-    return {"encoder_bound": images, "decode_bound": decoded, "captions": captions, "wanted": WANTED}
+    texts = models_of(texts=make_texts(*encoders, dtype))
+    return {
+        "encoder_bound": images_case(
+            Case(folder / "1", models_of(make_vae(channels, dtype)), options, num_images, side)
+        ),
+        "decode_bound": images_case(Case(folder / "2", models_of(), options, num_photos, 64, photo_side)),
+        "captions": captions_case(Case(folder / "3", texts, options, 1, 64), num_captions),
+        "wanted": WANTED,
+    }
 
 
 def main() -> None:

@@ -108,22 +108,23 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
 
 
 def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """The document for people: a line for each figure, as `median (min .. max)` where it has a spread."""
+    """The document for people: a line for each figure, with its spread or its unit and goal where it has them."""
     for name, value in document.items():
         if not isinstance(value, Mapping):
             shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
             yield f"{indent + str(name):<36}{shown}"
         elif value.keys() == {"median", "min", "max"}:
             yield f"{indent + str(name):<36}{value['median']:,.4g} ({value['min']:,.4g} .. {value['max']:,.4g})"
+        elif value.keys() == {"value", "unit", "goal", "reached"}:
+            goal = {None: "", True: f"  {value['goal']}", False: f"  {value['goal']} MISSED"}[value["reached"]]
+            yield f"{indent + str(name):<52}{value['value']:>12,.4g} {value['unit']:<11}{goal}".rstrip()
         else:
             yield f"{indent}{name}:"
             yield from lines_of(value, indent + "  ")
 
 
 def run_in_folder(
-    run: Callable[[Path, argparse.Namespace], Mapping[str, Any]],
-    options: argparse.Namespace,
-    to_text: Callable[[Mapping[str, Any]], str] = lambda document: "\n".join(lines_of(document)),
+    run: Callable[[Path, argparse.Namespace], Mapping[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Run a benchmark in a new folder, which is deleted afterwards. Print and return what it found.
 
@@ -134,10 +135,7 @@ def run_in_folder(
         result = {"environment": where, **run(Path(folder), options)}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     document = {**result, "settings": settings}
-    if options.json:
-        print(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        print(to_text(document))
+    print(json.dumps(document, indent=2, allow_nan=False) if options.json else "\n".join(lines_of(document)))
     return document
 
 

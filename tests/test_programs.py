@@ -18,14 +18,23 @@ PRELOADED = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler named cc"
 )
 
+ON_SIMULATED_DEVICE = (
+    "import runpy, sys; from simulated import install; install(); del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
 
 def benchmark(name: str, *parts: str, marks: Any = pytest.mark.bench) -> Any:
     return pytest.param(name, parts, marks=marks, id=" ".join([name, *parts]))
 
 
-def run(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
+def run(script: str, folder: Path, *arguments: str, on_simulated_device: bool = False) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--tiny", "--folder", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    paths = [str(SCRIPTS), str(SCRIPTS.parent / "tests/sim"), os.environ.get("PYTHONPATH", "")]
+    if on_simulated_device:
+        command[1:1] = ["-c", ON_SIMULATED_DEVICE]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables)
     assert done.returncode == 0 and done.stdout, done.stderr
     assert not list(folder.iterdir()), "something is left"
     return dict(json.loads(done.stdout))
@@ -49,12 +58,44 @@ def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], 
     assert set(parts) <= result.keys() and "median" in json.dumps(result)
 
 
+FIGURES = {
+    "ceilings": {"host to device, pageable", "convolution, bfloat16, channels_last"},
+    "vae": {"float32, batch 2", "precache over the encoder alone"},
+    "text": {"batch 4", "precache over the encoders alone"},
+    "copies": {"batch of 16 over one copy", "clip over one copy"},
+    "step": {"step with the loader over one batch", "step with the DataLoader over one batch"},
+    "phases": {"lend the VAE", "park all and bring it back"},
+    "decode": {"decode an image whole", "decode an image in tiles"},
+    "checkpoint": {"load a LoRA and AdamW, over a pageable copy", "load the UNet, over a pageable copy"},
+}
+
+
 @pytest.mark.bench
-def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(tmp_path: Path) -> None:
-    result = run("bench_cuda", tmp_path, "--json", "--device", "cpu", "--repetitions", "1")
-    parts = {"ceilings", "checks", "vae", "text", "copies", "step", "phases", "decode"}
-    assert result["failed"] == {} and result["seconds"].keys() == parts
-    assert {row["part"] for row in result["rows"]} == parts and all(row["value"] >= 0 for row in result["rows"])
+@pytest.mark.parametrize("parts", [("ceilings", "vae", "text", "copies"), ("step", "phases", "decode", "checkpoint")])
+def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(parts: tuple[str, ...], tmp_path: Path) -> None:
+    result = run("bench_cuda", tmp_path, "--json", "--device", "cpu", "--repetitions", "1", "--part", *parts)
+    assert result["failed"] == {} and result["seconds"].keys() == result["parts"].keys() == {*parts}
+    for part in parts:
+        assert FIGURES[part] <= result["parts"][part].keys()
+        assert all(figure["value"] >= 0 for figure in result["parts"][part].values())
+
+
+@pytest.mark.bench
+def test_the_checks_for_a_card_run_on_the_cpu_but_for_one(tmp_path: Path) -> None:
+    result = run("bench_cuda", tmp_path, "--json", "--device", "cpu", "--part", "checks")
+    here = ("batches", "syncs", "memory", "flags", "numbers", "halving", "hooks", "ddp", "validation")
+    skipped = "skipped", "parts are parked on the CPU, which is the device here"
+    found = {name: (check["outcome"], check["text"]) for name, check in result["checks"].items()}
+    assert found.pop("leaving") == skipped
+    assert found.keys() == {*here} and {outcome for outcome, _ in found.values()} == {"passed"}, found
+
+
+@pytest.mark.bench
+def test_checks_about_where_things_are_run_on_the_simulated_device(tmp_path: Path) -> None:
+    chosen = ("batches", "syncs", "memory", "hooks", "leaving")
+    arguments = ("--json", "--device", "sim", "--part", "checks", "--check", *chosen)
+    result = run("bench_cuda", tmp_path, *arguments, on_simulated_device=True)
+    assert {name: check["outcome"] for name, check in result["checks"].items()} == dict.fromkeys(chosen, "passed")
 
 
 @pytest.mark.soak
