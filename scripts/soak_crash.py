@@ -650,7 +650,7 @@ def faults(soak: Soak) -> None:
         soak.say(f"{name}: {total} operations")
 
 
-PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, 1_000_000, 1)}
+PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, 1_000_000, 5)}
 
 
 def main() -> int:

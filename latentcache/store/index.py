@@ -273,6 +273,16 @@ class Index:
             # Where the file can be written it is the database's header that says no.
             if self.read_only or not os.access(self._database, os.W_OK):
                 return ReadOnlyError(self.path, f"the index cannot be written: {error}")
-        elif self._database.exists() and (isinstance(error, OSError) or text.startswith(_UNREACHABLE)):
+        elif not self._is_gone() and (isinstance(error, OSError) or text.startswith(_UNREACHABLE)):
             return StoreError(f"{self.path}: the index cannot be reached: {error}")
         return IndexDamagedError(self.path, str(error))
+
+    def _is_gone(self) -> bool:
+        """Whether there is no database. One that cannot even be looked at may be there."""
+        try:
+            self._database.stat()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
