@@ -37,9 +37,10 @@ WINDOWS_TESTS = (
     *("tests/loading/test_loader.py", "tests/checkpoints/test_checkpoint.py"),
     *("tests/transfers/test_transfers.py", "tests/service/test_routes.py", "tests/service/test_uploads.py"),
 )
-NOT_ON_WINDOWS = "not takes_the_place_of_a_damaged_file and not pack_that_lies and not full_disk"
+NOT_ON_WINDOWS = "not (takes_the_place_of_a_damaged_file or pack_that_lies or full_disk or replaced_while_it_is_read)"
 """A damaged pack that the index does not know may be mapped, and so is one that is refused: there the file stays until
-the server starts again. And the full disk is made by way of `os.write`, in whose place the rules have their own."""
+the server starts again. Nothing replaces a manifest that is being sent. And the full disk is made by way of `os.write`,
+in whose place the rules have their own."""
 OPT_IN = ("floor", "deepspeed", "onetrainer-pins")
 IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test")

@@ -5,24 +5,25 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path as FilePath
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, Depends, Path, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel
 
 from latentcache.dataset.manifest import MAX_HEADER_BYTES, read_head, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
-from latentcache.service.packs import FILE, UPLOAD, body_chunks, file_answer, has_tag, length_of
+from latentcache.service.packs import FILE, OCTETS, UPLOAD, body_chunks, has_tag, length_of
 from latentcache.service.state import ServiceState
 from latentcache.utils.durable_files import make_folder, open_to_read, sealed_file, typed_errors, write_all
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN, description="The manifest's name.", examples=["photos"])]
 Owner = Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="Whose run it is: each ends its own note.")]
+_CHUNK_BYTES = 1 << 20
 _DAMAGED = '"damaged"'
 """Stands for the ETag of a manifest that has none: a client that expects no certain version may replace it."""
 
@@ -57,8 +58,14 @@ def manifest_router(state: ServiceState) -> APIRouter:
     @router.get("/manifests/{name}", response_class=Response, responses=FILE)
     async def manifest(name: Name, request: Request) -> Response:
         """The file of a manifest: safetensors, with the columns of its samples."""
-        facts, status = await state.read(_facts, folder, name)
-        return file_answer(folder.file(name), status, str(facts.etag), "no-cache", request)
+        facts, file = await state.read(_opened, folder, name)
+        headers = {"ETag": str(facts.etag), "Cache-Control": "no-cache"}
+        if has_tag(request.headers.get("if-none-match", ""), str(facts.etag)):
+            file.close()
+            return Response(None, 304, headers)
+        # Not by its path, where another one may be by now.
+        headers["Content-Length"] = str(os.fstat(file.fileno()).st_size)
+        return StreamingResponse(_chunks(file), headers=headers, media_type=OCTETS)
 
     @router.put(
         "/manifests/{name}",
@@ -95,7 +102,7 @@ def _listed(folder: ManifestFolder) -> ManifestList:
     found = []
     for name in served_names(folder):
         try:
-            found.append(_facts(folder, name)[0])
+            found.append(_facts(folder, name))
         except DatasetError as error:
             found.append(ManifestFacts(name=name, error=str(error)))
         except RequestRefused:
@@ -103,18 +110,34 @@ def _listed(folder: ManifestFolder) -> ManifestList:
     return ManifestList(manifests=found, unfinished=folder.unfinished())
 
 
-def _facts(folder: ManifestFolder, name: str) -> tuple[ManifestFacts, os.stat_result]:
-    """What the head of a manifest says, and the status of the file. RequestRefused if there is none; DatasetError."""
+def _opened(folder: ManifestFolder, name: str) -> tuple[ManifestFacts, BinaryIO]:
+    """What the head of a manifest says, and its file, to be read from its beginning. RequestRefused, DatasetError."""
     path = folder.file(name)
     try:
-        fd = open_to_read(path)
+        file = os.fdopen(open_to_read(path), "rb")
     except FileNotFoundError:
         known = ", ".join(served_names(folder)) or "none yet"
         raise RequestRefused(f"there is no manifest {name!r}", status=404, met=name, allowed=known) from None
-    with open(fd, "rb") as file:
+    with ExitStack() as failed:
+        failed.enter_context(file)
         num_bytes = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
         file.seek(0)
-        return _facts_in(file.read(8 + num_bytes), name, path), os.fstat(fd)
+        facts = _facts_in(file.read(8 + num_bytes), name, path)
+        file.seek(0)
+        failed.pop_all()
+    return facts, file
+
+
+def _facts(folder: ManifestFolder, name: str) -> ManifestFacts:
+    facts, file = _opened(folder, name)
+    file.close()
+    return facts
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
 
 
 def _facts_in(data: bytes | memoryview, name: str, path: FilePath) -> ManifestFacts:
@@ -151,7 +174,7 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
 
 def _etag(folder: ManifestFolder, name: str) -> str | None:
     try:
-        return _facts(folder, name)[0].etag
+        return _facts(folder, name).etag
     except RequestRefused:
         return None
     except DatasetError:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from latentcache.dataset.manifest import manifest_bytes
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import canonical_json
+from latentcache.service import manifests
 from latentcache.store import DiskStore
 from latentcache.store.entry import OwnedEntry, own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
@@ -180,6 +181,22 @@ def test_manifests_are_replaced_whole_and_guarded(server):
     assert server.put("/v1/manifests/other-name", lines(3)).status == 422
     assert server.get(path).body == lines(3)
     assert ManifestFolder(server.cache / "manifests").read("uploaded") == whole
+
+
+def test_a_manifest_that_is_replaced_while_it_is_read_is_sent_as_it_was(server, monkeypatch):
+    old, genuine = make_manifest("sent", range(2)), manifests.read_head
+    tag = server.put("/v1/manifests/sent", manifest_bytes(old)).headers["etag"]
+
+    def replacing(data, *names):
+        monkeypatch.setattr(manifests, "read_head", genuine)
+        head = genuine(data, *names)
+        ManifestFolder(server.cache / "manifests").write(make_manifest("sent", range(30)))
+        return head
+
+    monkeypatch.setattr(manifests, "read_head", replacing)
+    answer = server.get("/v1/manifests/sent")
+    assert answer.body == manifest_bytes(old) and answer.headers["etag"] == tag
+    assert server.get("/v1/manifests/sent", headers={"If-None-Match": tag}).status == 200
 
 
 def test_a_killed_server_and_a_client_that_goes_away_lose_nothing(tmp_path, capfd):
