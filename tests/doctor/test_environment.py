@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from latentcache.doctor import environment
+from latentcache.doctor.deepspeed import check_deepspeed_config
 from latentcache.doctor.environment import BAD_RANGES, check_versions, diagnose, examine_device, multiplies
 
 CPU, DOCTOR = torch.device("cpu"), ("doctor", "--device", "cpu")
@@ -97,13 +98,69 @@ def subjects(report: dict[str, Any], level: str) -> list[str]:
     return [finding["subject"] for finding in report["findings"] if finding["level"] == level]
 
 
-def test_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
+# A DeepSpeed config: what the stage ignores, what DeepSpeed refuses, what was left to be filled in
+
+HOST, NONE, NVME = {"device": "cpu"}, {"device": "none"}, {"device": "nvme", "nvme_path": "/nvme"}
+OFFLOADED = {"stage": 2, "offload_optimizer": HOST}
+AUTO = {
+    "train_batch_size": "auto",
+    "optimizer": {"params": {"lr": "auto", "betas": [0.9, "auto"]}},
+    "zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}},
+}
+IN_ZERO = ("zero_optimization.stage", "zero_optimization.offload_param.device")
+
+
+def zero(stage: Any = 3, **sections: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage, **sections}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        zero(3, offload_param=HOST, offload_optimizer=HOST),
+        zero(2, offload_param=NONE),
+        zero(3, offload_param=NVME, offload_optimizer={**HOST, "ratio": 0.5}),
+        zero(2, offload_optimizer={**HOST, "ratio": 1.0}),
+        {"zero_force_ds_cpu_optimizer": False, "zero_optimization": OFFLOADED},
+    ],
+)
+def test_sound_configs_have_no_findings(config: dict[str, Any]) -> None:
+    assert check_deepspeed_config(config) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "subjects"),
+    [
+        (AUTO, "warning", ("train_batch_size", "optimizer.params.lr", "optimizer.params.betas.1", *IN_ZERO)),
+        (zero(2, offload_param=HOST), "warning", ["zero_optimization.offload_param"]),
+        (zero(0, offload_optimizer=HOST), "warning", ["zero_optimization.offload_optimizer"]),
+        (zero(2, offload_optimizer={"device": "nvme"}), "error", ["zero_optimization.offload_optimizer.nvme_path"]),
+        (zero(2, offload_optimizer={"device": "cuda"}), "error", ["zero_optimization.offload_optimizer.device"]),
+        (zero(2, offload_optimizer={**HOST, "ratio": 0.5}), "error", ["zero_optimization.offload_optimizer.ratio"]),
+        (zero(True), "error", ["zero_optimization.stage"]),
+        (zero(3, offload_param=True), "error", ["zero_optimization.offload_param"]),
+        ({"zero_optimization": [3]}, "error", ["zero_optimization"]),
+        (zero(3, offload_param=HOST, offload_optimizer=NONE), "note", ["zero_optimization.offload_optimizer"]),
+        ({"zero_optimization": OFFLOADED}, "note", ["zero_force_ds_cpu_optimizer"]),
+    ],
+)
+def test_ignored_and_refused_settings(config: dict[str, Any], level: str, subjects: list[str]) -> None:
+    found = check_deepspeed_config(config)
+    assert {finding.subject: finding.level for finding in found} == dict.fromkeys(subjects, level)
+
+
+def test_the_file_of_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     assert run_json(*DOCTOR, "--deepspeed", path)[0] == 2  # it is not there
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}))
+    for content in (b"[]", b"[" * 100_000, b"\xff"):
+        path.write_bytes(content)
+        code, _, err = run(*DOCTOR, "--deepspeed", path)
+        assert code == 2 and f"{path}: the DeepSpeed config" in err
+    path.write_text(json.dumps(zero(2, offload_param=HOST)))
     code, report = run_json(*DOCTOR, "--deepspeed", path)
     assert code == 0 and subjects(report, "warning") == ["zero_optimization.offload_param"]
-    path.write_text(json.dumps({"zero_optimization": {"stage": 4}}))
+    path.write_text(json.dumps(zero(4)))
     code, out, _ = run(*DOCTOR, "--deepspeed", path)
     assert code == 1 and "error    zero_optimization.stage" in out
 

@@ -21,10 +21,8 @@ from latentcache.config import Config, ImagesConfig, ModelConfig
 from latentcache.dataset.images import decode, prepare
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
-from latentcache.loading.status import verify
 from latentcache.models.denoiser import load_denoiser
 from latentcache.precache.run import run_precache
-from latentcache.utils.progress import Progress
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.sample_images import PromptEmbeddings, denoise
 
@@ -110,24 +108,6 @@ def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, 
             assert entry.record.identity["masking"]["rule"] == inpaint
 
 
-def test_masked_images_are_added_alone_and_found_again(folder: Path) -> None:
-    cached(folder, **masks_of(folder))
-    for num_misses in (4, 0):
-        report = run_precache(config_of(folder))
-        assert report.misses_by_reason == ({"masked image: new": 4} if num_misses else {})
-    assert not verify(folder / "cache").damaged
-
-
-def test_a_mask_that_changes_during_the_run_refuses_its_sample(folder: Path) -> None:
-    class ChangesTheMask(Progress):
-        def start(self, stage: str, total: int | None) -> None:
-            if stage == "encode captions":  # masks come before them, masked images after them
-                write_mask(folder / "masks/a.png", 9)
-
-    report = run_precache(config_of(folder), progress=ChangesTheMask())
-    assert [(each.sample_id, each.reason) for each in report.refused] == [("a.png", "changed")]
-
-
 def test_a_batch_has_masked_latents_that_are_scaled_as_its_latents_are(folder: Path) -> None:
     config = cached(folder)
     dataset = LatentDataset(config.cache, flips=True)
@@ -179,6 +159,8 @@ def test_the_validation_loss_depends_on_the_masked_images_and_names_their_lack(f
         embeds = cache.prompt("", device="cpu")
     with pytest.raises(ConfigError, match="generates with a mask and a masked image, and prompts have none"):
         denoise(unet, SCHEDULER, [PromptEmbeddings("a cat", "", embeds, embeds)], config.validation)
+    added = run_precache(config_of(folder), dry_run=True).misses_by_reason
+    assert added == {"masked image: new": 4}, "and nothing else is encoded again"
     for inpaint in ("hard", "soft"):
         config = cached(folder, **masks_of(folder, inpaint=inpaint))
         with LatentCache(config.cache) as cache:

@@ -1,4 +1,4 @@
-"""Variants of captions in a run: what is encoded, why, what it costs, and how they are shown."""
+"""Variants of captions in a run: what is encoded, why, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
-from helpers.page_server import page_of
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.dataset.captions import variants_of
 from latentcache.loading.sampler import Visit, Visits
-from latentcache.loading.status import show, status
-from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace
-from latentcache.service.page.text import url
 from latentcache.utils.wording import size
 
 Make = Callable[..., Config]
@@ -108,28 +102,3 @@ def test_other_variants_say_so_and_other_reasons_are_as_without(make: Make, phot
     (photos / "a.txt").write_text(f"green, {TAGS}\na street at night, rain")
     num_texts = len(set(variants_of(f"green, {TAGS}", rule)))
     assert run_precache(config).misses_by_reason == {"caption changed": num_texts}
-
-
-def test_a_cut_caption_counts_once(make: Make, photos: Path) -> None:
-    """On disk by its records, in memory by what is encoded."""
-    (photos / "a.txt").write_text(", ".join(f"word {number}" for number in range(90)))
-    config = make()
-    for report in (run_precache(config), run_precache(config, workspace=Workspace())):
-        assert (report.num_truncated_captions, report.truncated_captions) == (1, ["a.png"])
-    assert [each.num_cut for each in status(config.cache.path).manifests if each.role != "prompts"] == [1]
-
-
-def test_the_caption_is_shown_once(make: Make) -> None:
-    config = make()
-    before = explain(config, "b.png")
-    run_precache(config)
-    assert f"3 variants  miss: new  ({size(3 * before.datasets[0]['text_bytes'])})" in before.to_text()
-    assert "3 variants  hit" in explain(config, "b.png").to_text()
-    assert [each["variant"] for each in before.datasets[0]["entries"]] == [0, 0, 1, 2, 3]
-    [shown] = show(config.cache.path, "a.png")["datasets"]
-    assert [each["text"] for each in shown["captions"]] == [TAGS, "a street at night, rain"]
-    assert shown["variants"] == NUM and len(shown["entries"]) == 3
-    page_of_sample = url("/sample", dataset="photos", id="a.png")
-    with page_of(config.cache.path) as base, urlopen(base + page_of_sample) as answer:
-        page = answer.read().decode()
-    assert page.count("<blockquote") == 2 and "4 variants: it and 3 texts" in page
