@@ -52,7 +52,10 @@ def test_yaml_toml_and_json_say_the_same(tmp_path: Path) -> None:
 
 
 def test_precedence_is_flag_file_default(load: Any) -> None:
-    written = MINIMAL | {"cache": {"path": "from-file"}, "encode": {"batch_size": 2, "vae_dtype": "fp16"}}
+    written = dataset(control={"suffix": "_1"}) | {
+        "cache": {"path": "from-file"},
+        "encode": {"batch_size": 2, "vae_dtype": "fp16"},
+    }
     assert parse_config(MINIMAL).cache.path == Path("cache/sdxl")
     assert load(written, {}).cache.path == Path("from-file")
     assert load(written, {}).encode.vae_dtype == "float16"
@@ -60,13 +63,16 @@ def test_precedence_is_flag_file_default(load: Any) -> None:
         "cache": {"path": "from-flag"},
         "encode": {"clip_skip": "1", "batch_size": "4", "text": "none"},
         "model": {"vae": "null"},
-        "datasets": {"photos": {"flip": "true"}, "0": {"repeats": "3"}},
+        "datasets": {"photos": {"flip": "true", "control": {"0": {"suffix": "_a"}}}, "0": {"repeats": "3"}},
     }
     config = load(written, flags)
     assert config.cache.path == Path("from-flag")
     assert (config.encode.batch_size, config.model.vae, config.encode.clip_skip) == (4, None, 1)
     assert config.encode.text == "none"
     assert config.datasets[0].flip is True and config.datasets[0].repeats == 3
+    assert config.datasets[0].control[0].suffix == "_a", "also one that is no list in the file"
+    with pytest.raises(ConfigError, match="alpha is the image's own channel"):
+        load(dataset(mask="alpha"), {"datasets": {"photos": {"mask": {"suffix": "_m"}}}})
     with pytest.raises(ConfigError, match=r"datasets: there is no 'cats' in the file; it has 0, photos"):
         load(written, {"datasets": {"cats": {"flip": "true"}}})
 

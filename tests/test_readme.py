@@ -9,7 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from helpers.serving import serving
 from PIL import Image
 
 import latentcache
-from latentcache import load_config
+from latentcache import Config, LatentCache, load_config
 from latentcache.config_file import parse_config
+from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,8 +34,8 @@ PAGES = sorted(
     if re.search(BLOCKS, path.read_text(encoding="utf-8"), flags=re.DOTALL)
 )
 SERVICE_PAGE = "docs/guide/service.md"
-RECIPES_PAGE = "docs/howto/import-export.md"
-"""Its Python needs other people's libraries: tests/interop/test_recipes.py runs it."""
+EXPORTS_PAGE = "docs/howto/import-export.md"
+"""Its Python needs other people's libraries."""
 
 
 class Quickstart(NamedTuple):
@@ -100,9 +101,31 @@ def run_blocks(page: str, replaced: Mapping[str, str] = MappingProxyType({})) ->
 
 
 @pytest.mark.usefixtures("in_quickstart")
-@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page not in (SERVICE_PAGE, RECIPES_PAGE))])
+@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page not in (SERVICE_PAGE, EXPORTS_PAGE))])
 def test_python_in_docs_runs(page: str) -> None:
     run_blocks(page)
+
+
+@pytest.mark.remote
+@pytest.mark.filterwarnings("ignore")
+def test_datasets_loads_the_parquet_file(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = make_config(**{"cache.path": tmp_path / "cache/quickstart"})  # where the recipe has its
+    run_precache(config)
+    parquet, *_ = re.findall(BLOCKS, (ROOT / EXPORTS_PAGE).read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "program.py").write_text(parquet)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=environment, check=True)
+    import datasets
+
+    file, folder = str(tmp_path / "photos.parquet"), str(tmp_path / "loaded")
+    rows = list(datasets.load_dataset("parquet", data_files=file, split="train", cache_dir=folder))
+    with LatentCache(config.cache.path) as cache:
+        assert [row["sample_id"] for row in rows] == cache.sample_ids()
+        for row in rows:
+            batch = cache.batch([row["sample_id"]], device="cpu", scaled=True)
+            assert row["caption"] == cache.row(row["sample_id"])[1].captions[0].text
+            for name in ("latents", "prompt_embeds"):
+                assert torch.equal(torch.tensor(row[name]), batch[name][0].float())
 
 
 RECIPES = (ROOT / "docs/guide/recipes.md").read_text(encoding="utf-8")

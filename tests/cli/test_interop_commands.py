@@ -93,9 +93,7 @@ def test_what_cannot_be_imported_says_what_to_do(
         ("simpletuner . --cache x", "--images"),
         ("kohya photos", "which cache? Give its directory"),
         ("kohya photos --cache x --verify 3", "--verify encodes entries again, and needs --config"),
-        ("kohya photos --cache x --verify 0 --config c.json", "--verify is '0'; give a number"),
         ("kohya photos --cache x --name ../x", "the name is '../x'"),
-        ("kohya photos --cache x --images none", "does not exist"),
         ("kohya none --cache x", "is not a folder"),
     ):
         code, _, err = run("import", *command.split())

@@ -212,7 +212,7 @@ ROWS = [
         tuple(drawn(10 * number + at, crop=crop, flip=flip) for at, (crop, flip) in enumerate(PLACES[:number], 1)),
         tuple(Ref.of_text(each, f"{number + 70:064x}", TRUSTS[number % 2]) for each in TEXTS[:number]),
         Refusal(text, "/x", text, "") if number % 3 == 0 else None,
-        tuple(drawn(100 + number, role, crop=number % 3) for role in ROLES[1 : 2 * number]),
+        tuple(drawn(100 + number, role, crop=number % 3, flip=number > 4) for role in ROLES[1 : 2 * number]),
     )
     for number, text in enumerate([*TEXTS, *TEXTS])
 ]

@@ -16,7 +16,7 @@ from helpers.photo_files import write_photos
 from helpers.tiny_configs import tiny_config
 from torch.utils.data import DataLoader
 
-from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, LoadedModels, ValidationRunner
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, ValidationRunner
 from latentcache.config import Config
 from latentcache.errors import ConfigError, StoreError
 from latentcache.integrations.diffusers import PrecomputedDataset
@@ -26,9 +26,7 @@ from latentcache.loading.status import show, status
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache.explanation import explain
-from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import open_workspace
 from latentcache.validation.loss import validation_loss
 
 Make = Callable[..., Config]
@@ -110,11 +108,6 @@ def test_whatever_reads_texts_says_what_to_do(alone: Config) -> None:
         assert cache.text_shapes() is None
     with pytest.raises(StoreError, match=remedy):
         PrecomputedDataset(LatentDataset(alone.cache.path, "photos"))
-    with (
-        open_workspace(alone.cache) as workspace,
-        pytest.raises(ConfigError, match=r"encode\.text is none, so no text"),
-    ):
-        cache_prompts(alone, workspace, LoadedModels(**tiny_parts()), [("a", False)], device="cpu")
     with pytest.raises(StoreError, match="some of photos, whole have cached texts, others latents alone"):
         LatentDataset(alone.cache.path, ["photos", "whole"])
     with LatentCache(alone.cache.path) as cache:

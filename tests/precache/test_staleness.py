@@ -232,7 +232,6 @@ CHANGES = [
     Change("text_encoding.compute_dtype", "encoder dtype", {"encode.text_dtype": "bfloat16"}, base=IN_FLOAT32),
     Change("text_encoding.text_encoder", "text encoder changed (", models=one_bit("text_encoder"), count=7),
     Change("text_encoding.text_encoder_2", "text encoder 2 changed (", models=one_bit("text_encoder_2"), count=7),
-    Change("part.config", "text encoder changed (", models=configured("text_encoder", hidden_act="gelu"), count=7),
     Change("text_encoding.tokenizer", "tokenizer changed (", models=shorter("tokenizer"), count=7),
     Change("text_encoding.tokenizer_2", "tokenizer 2 changed (", models=shorter("tokenizer_2"), count=7),
     Change("text_encoding.clip_skip", "clip skip changed (0 -> 1)", {"encode.clip_skip": 1}, count=6),

@@ -136,10 +136,7 @@ def test_files_may_be_gzips_and_texts_tuples(folders: Any) -> None:
         path.write_bytes(gzip.compress(path.read_bytes()))
     found, texts, refusals = split(SimpleTunerCache(**folders))
     assert refusals == [] and [image.sample_id for image in found] == list(CAPTIONS)
-    first = found[0]
-    assert torch.equal(first.latents, scaled_latents("sdxl", 0)) and first.latents.dtype == torch.bfloat16
-    assert (first.is_scaled, first.output) == (True, "sample")
-    assert (first.path, first.image_path) == (str(folders["root"] / FIRST), folders["images"] / "img_001.png")
+    assert torch.equal(found[0].latents, scaled_latents("sdxl", 0))
     sample_ids = {text.caption: text.sample_ids for text in texts}
     assert sample_ids == {"": (), "a red car": ("img_001.png",), "ein Bär": ("sub/img_002.png",)}
     for text in texts:
