@@ -115,23 +115,14 @@ def zero(stage: Any = 3, **sections: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        zero(3, offload_param=HOST, offload_optimizer=HOST),
-        zero(2, offload_param=NONE),
-        zero(3, offload_param=NVME, offload_optimizer={**HOST, "ratio": 0.5}),
-        zero(2, offload_optimizer={**HOST, "ratio": 1.0}),
-        {"zero_force_ds_cpu_optimizer": False, "zero_optimization": OFFLOADED},
-    ],
-)
-def test_sound_configs_have_no_findings(config: dict[str, Any]) -> None:
-    assert check_deepspeed_config(config) == []
-
-
-@pytest.mark.parametrize(
     ("config", "level", "subjects"),
     [
+        ({}, "ok", []),
+        (zero(3, offload_param=HOST, offload_optimizer=HOST), "ok", []),
+        (zero(2, offload_param=NONE), "ok", []),
+        (zero(3, offload_param=NVME, offload_optimizer={**HOST, "ratio": 0.5}), "ok", []),
+        (zero(2, offload_optimizer={**HOST, "ratio": 1.0}), "ok", []),
+        ({"zero_force_ds_cpu_optimizer": False, "zero_optimization": OFFLOADED}, "ok", []),
         (AUTO, "warning", ("train_batch_size", "optimizer.params.lr", "optimizer.params.betas.1", *IN_ZERO)),
         (zero(2, offload_param=HOST), "warning", ["zero_optimization.offload_param"]),
         (zero(0, offload_optimizer=HOST), "warning", ["zero_optimization.offload_optimizer"]),

@@ -38,15 +38,13 @@ def dialect_b(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{name}_{height}x{width}": array for name, array in arrays.items()}
 
 
-def text_of(
-    seed: int, dtype: type = np.float32, length: int = 77, widths: tuple[int, int] = (768, 1280)
-) -> dict[str, np.ndarray]:
+def text_of(seed: int, dtype: type = np.float32, length: int = 77) -> dict[str, np.ndarray]:
     """The arrays of a text file."""
     generator = np.random.default_rng(seed)
     return {
-        "hidden_state1": generator.normal(size=(length, widths[0])).astype(dtype),
-        "hidden_state2": generator.normal(size=(length, widths[1])).astype(dtype),
-        "pool2": generator.normal(size=widths[1]).astype(dtype),
+        "hidden_state1": generator.normal(size=(length, 768)).astype(dtype),
+        "hidden_state2": generator.normal(size=(length, 1280)).astype(dtype),
+        "pool2": generator.normal(size=1280).astype(dtype),
     }
 
 

@@ -35,6 +35,8 @@ from latentcache.types import Size
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.sample_images import PromptEmbeddings, denoise
 
+SIZE = (80, 144)
+
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
@@ -42,14 +44,22 @@ def pairs(tmp_path: Path) -> Path:
     write_pair(tmp_path, "a", 0)
     write_pair(tmp_path, "b", 1)
     (tmp_path / "before/b.png").write_bytes((tmp_path / "photos/a.png").read_bytes())
-    write_mask(tmp_path / "masks/b.png", 1, (80, 144, 3))
+    write_mask(tmp_path / "masks/b.png", 1, (*SIZE, 3))
     return tmp_path
 
 
 def write_pair(folder: Path, name: str, number: int) -> None:
-    write_photo(folder / f"photos/{name}.png", number, (80, 144)).with_suffix(".txt").write_text(f"photo {name}")
+    write_photo(folder / f"photos/{name}.png", number, SIZE).with_suffix(".txt").write_text(f"photo {name}")
     write_photo(folder / f"before/{name}.png", 7 + number, (40, 72))
-    write_mask(folder / f"masks/{name}.png", number, (80, 144))
+    write_white_mask(folder / f"masks/{name}.png", number)
+
+
+def write_white_mask(path: Path, seed: int) -> None:
+    """Greys, and a white square: half of it is masked by either rule."""
+    values = np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
+    values[10:40, 20:90] = 255
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(values).save(path)
 
 
 def config_of(folder: Path, output: str = "moments", **dataset: Any) -> Config:
@@ -193,28 +203,11 @@ def test_a_damaged_control_image_costs_the_text_of_its_sample_alone(
 # Masked images, for denoisers that inpaint: their latents, their keys, batches of them, and the loss
 
 
-SIZE = (80, 144)
 SCHEDULER = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 
 
 def masks_of(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"mask": {"path": f"{folder}/masks", **settings}}
-
-
-def write_white_mask(path: Path, seed: int) -> None:
-    """Greys, and a white square: half of it is masked by either rule."""
-    values = np.random.default_rng(seed).integers(0, 256, SIZE, dtype=np.uint8)
-    values[10:40, 20:90] = 255
-    path.parent.mkdir(exist_ok=True)
-    Image.fromarray(values).save(path)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for number, name in enumerate("ab"):
-        write_photo(tmp_path / f"photos/{name}.png", number, SIZE).with_suffix(".txt").write_text(f"photo {name}")
-        write_white_mask(tmp_path / f"masks/{name}.png", number)
-    return tmp_path
 
 
 def masked_config(folder: Path, family: str = "sdxl", **dataset: Any) -> Config:
@@ -236,16 +229,16 @@ def inpainting(family: str = "sdxl") -> Any:
 
 
 @pytest.mark.parametrize(("inpaint", "kind"), [("hard", "file"), ("soft", "alpha")])
-def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, kind: str) -> None:
-    values = np.asarray(Image.open(folder / "masks/a.png"))
+def test_a_masked_image_is_what_its_trainer_encodes(pairs: Path, inpaint: str, kind: str) -> None:
+    values = np.asarray(Image.open(pairs / "masks/a.png"))
     if kind == "alpha":
-        image = Image.open(folder / "photos/a.png").convert("RGB")
+        image = Image.open(pairs / "photos/a.png").convert("RGB")
         image.putalpha(Image.fromarray(values))
-        image.save(folder / "photos/a.png")
-    where = {"alpha": True} if kind == "alpha" else {"path": f"{folder}/masks"}
-    config = cached(folder, mask={**where, "inpaint": inpaint}, variations=2)
+        image.save(pairs / "photos/a.png")
+    where = {"alpha": True} if kind == "alpha" else {"path": f"{pairs}/masks"}
+    config = cached(pairs, mask={**where, "inpaint": inpaint}, variations=2)
     row, vae = row_of(config, "a.png"), tiny_encoders("sdxl")["vae"]
-    pixels = decode((folder / "photos/a.png").read_bytes(), "a.png", ImagesConfig(min_side=8))
+    pixels = decode((pairs / "photos/a.png").read_bytes(), "a.png", ImagesConfig(min_side=8))
     assert [ref.role for ref in row.parts_of()] == ["mask", "masked image"]
     for crop in range(2):
         for image_ref in (ref for ref in row.images if ref.crop == crop):
@@ -275,8 +268,8 @@ def test_a_masked_image_is_what_its_trainer_encodes(folder: Path, inpaint: str, 
             assert entry.record.identity["masking"]["rule"] == inpaint
 
 
-def test_a_batch_has_masked_latents_that_are_scaled_as_its_latents_are(folder: Path) -> None:
-    config = cached(folder)
+def test_a_batch_has_masked_latents_that_are_scaled_as_its_latents_are(pairs: Path) -> None:
+    config = cached(pairs)
     dataset = LatentDataset(config.cache, flips=True)
     sampler = BucketBatchSampler(dataset, 2, shuffle=False)
     with LatentCache(config.cache) as cache, LatentLoader(sampler, device="cpu", scaled=True) as loader:
@@ -294,9 +287,9 @@ def test_a_batch_has_masked_latents_that_are_scaled_as_its_latents_are(folder: P
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd15"])
-def test_a_denoiser_that_inpaints_is_given_latents_mask_and_masked_latents(folder: Path, name: str) -> None:
-    config, family, unet = cached(folder, name), family_named(name), inpainting(name)
-    folder_of_unet = folder / "unet-inpainting"
+def test_a_denoiser_that_inpaints_is_given_latents_mask_and_masked_latents(pairs: Path, name: str) -> None:
+    config, family, unet = cached(pairs, name), family_named(name), inpainting(name)
+    folder_of_unet = pairs / "unet-inpainting"
     unet.save_pretrained(folder_of_unet)
     model = ModelConfig(path=str(tiny_folder(name)), family=name)
     loaded = load_denoiser(folder_of_unet, dtype=torch.float32, model=model)
@@ -317,19 +310,19 @@ def test_a_denoiser_that_inpaints_is_given_latents_mask_and_masked_latents(folde
         assert set(report.by_sample["photos"]) == {"a.png", "b.png"}
 
 
-def test_the_validation_loss_depends_on_the_masked_images_and_names_their_lack(folder: Path) -> None:
+def test_the_validation_loss_depends_on_the_masked_images_and_names_their_lack(pairs: Path) -> None:
     unet, losses = inpainting(), []
-    config = cached(folder, **masks_of(folder))
+    config = cached(pairs, **masks_of(pairs))
     with LatentCache(config.cache) as cache:
         with pytest.raises(ConfigError, match=r"its 9 channels .* photos has none\. Set `inpaint` of the dataset's"):
             validation_loss(unet, cache, scheduler=SCHEDULER, settings=config.validation)
         embeds = cache.prompt("", device="cpu")
     with pytest.raises(ConfigError, match="generates with a mask and a masked image, and prompts have none"):
         denoise(unet, SCHEDULER, [PromptEmbeddings("a cat", "", embeds, embeds)], config.validation)
-    added = run_precache(masked_config(folder), dry_run=True).misses_by_reason
+    added = run_precache(masked_config(pairs), dry_run=True).misses_by_reason
     assert added == {"masked image: new": 4}, "and nothing else is encoded again"
     for inpaint in ("hard", "soft"):
-        config = cached(folder, **masks_of(folder, inpaint=inpaint))
+        config = cached(pairs, **masks_of(pairs, inpaint=inpaint))
         with LatentCache(config.cache) as cache:
             losses.append(validation_loss(unet, cache, scheduler=SCHEDULER, settings=config.validation))
     hard, soft = losses

@@ -209,7 +209,6 @@ CHANGES = [
     Change("mask.preparation", OTHER_MASK, ALPHA, count=10, edit=no_masks),
     Change("mask.downscale", "mask: downscale changed", patch=downscale, count=5),
     Change("preparation.target_size", "bucket changed (96x96 -> 64x64)", SMALL, base=LARGE),
-    Change("preparation.target_size", "bucket changed", buckets(96 * 96, step=24), count=20),
     Change("preparation.target_size", "control 1: bucket changed", OWN_AREA, count=5),
     Change("preparation.crop_top_left", "crop changed", patch=geometry(crop_top_left=(0, 1))),
     Change("preparation.resized_size", "resized size changed", patch=geometry(resized_size=(99, 178))),

@@ -16,6 +16,8 @@ from latentcache import LatentCache, LatentDataset
 from latentcache.config import CaptionsConfig, Config
 from latentcache.dataset.captions import variants_of, varied
 from latentcache.loading.sampler import Visit, Visits
+from latentcache.loading.status import show
+from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.utils.wording import size
 
@@ -83,27 +85,32 @@ def test_equal_captions_keep_the_weight_of_each(make: Make, photos: Path) -> Non
     assert drawn == {"a cow": 1024, "a dog": 256, "a cat": 768}
 
 
-def test_other_variants_say_so_and_other_reasons_are_as_without(make: Make, photos: Path) -> None:
+def test_other_variants_and_other_captions_say_so(make: Make, photos: Path) -> None:
     config = make()
     run_precache(config)
     rule = config.datasets[0].captions
     for change in ({"variants": 7}, {"seed": 1}, {"keep": 2}, {"drop": 0.3}):
         report = run_precache(make({**rule.model_dump(), **change}), dry_run=True)
         assert [*report.misses_by_reason] == ["new variant of the caption"]
-    report = run_precache(make(**{"encode.clip_skip": 1}), dry_run=True)
-    assert [*report.misses_by_reason] == ["clip skip changed (0 -> 1)"]
-
     assert texts_of(make({**rule.model_dump(), "variants": 7}), "b.png")[:NUM] == [*variants_of(f"blue, {TAGS}", rule)]
     assert run_precache(config).num_misses == 0
-    with LatentCache(config.cache.path) as cache:
-        cache.store.remove([cache.row("b.png")[1].captions[3].key])
-    assert run_precache(config).misses_by_reason == {"entry lost": 1}
     run_precache(make({}))
     assert run_precache(config, dry_run=True).num_misses == 0, "the caption alone is part of it"
 
     (photos / "a.txt").write_text(f"green, {TAGS}\na street at night, rain")
     num_texts = len(set(variants_of(f"green, {TAGS}", rule)))
     assert run_precache(config).misses_by_reason == {"caption changed": num_texts}
+
+
+def test_the_caption_is_shown_once(make: Make) -> None:
+    config = make()
+    before = explain(config, "b.png")
+    assert "3 variants  miss: new" in before.to_text()
+    assert [each["variant"] for each in before.datasets[0]["entries"]] == [0, 0, 1, 2, 3]
+    run_precache(config)
+    [shown] = show(config.cache.path, "a.png")["datasets"]
+    assert [each["text"] for each in shown["captions"]] == [TAGS, "a street at night, rain"]
+    assert shown["variants"] == NUM and len(shown["entries"]) == 3
 
 
 # The rule

@@ -21,8 +21,10 @@ from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import StoreError
 from latentcache.loading.sampler import Visit, Visits
 from latentcache.loading.status import status
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_part, tiny_parts
 from latentcache.models.vae import encode_images
+from latentcache.precache.explanation import explain
 from latentcache.types import Crop, Size
 from latentcache.validation.loss import validation_loss
 
@@ -144,7 +146,7 @@ def test_a_crop_may_lie_at_either_edge_and_not_beyond(tmp_path: Path) -> None:
     assert {ref.geometry.crop_top_left for ref in rows_of(config)["narrow.png"].images} == {(0, 0), (0, 1), (0, 2)}
 
 
-def test_the_plan_and_the_loss_know_which_crop_is_meant(folder: Path) -> None:
+def test_the_plan_the_loss_and_explain_know_which_crop_is_meant(folder: Path) -> None:
     run(config_of(folder))
 
     def loss() -> Any:
@@ -159,6 +161,9 @@ def test_the_plan_and_the_loss_know_which_crop_is_meant(folder: Path) -> None:
     assert not run(config_of(folder), dry_run=True).notes
     after = loss()
     assert before.loss == after.loss and before.measurement_settings == after.measurement_settings
+    crops = [ref.geometry.crop_top_left for ref in rows_of(config)["wide.png"].images]
+    text = explain(config, "wide.png", models=LoadedModels(**tiny_parts())).to_text()
+    assert all(f"at {crop.top},{crop.left})" in text for crop in crops) and len(set(crops)) == 3
 
 
 @pytest.fixture(scope="module")
