@@ -12,10 +12,8 @@ from helpers.family_runs import family_config
 from helpers.tiny_models import tiny_model
 
 from latentcache import LatentCache, ValidationRunner
-from latentcache.config import Config, ModelConfig, ValidationConfig
-from latentcache.errors import ModelError
+from latentcache.config import Config, ValidationConfig
 from latentcache.families import FAMILIES, family_named
-from latentcache.models.family import pipeline_settings
 from latentcache.precache.run import run_precache
 from latentcache.validation import runner
 from latentcache.validation.sample_images import PromptEmbeddings, denoise
@@ -45,17 +43,6 @@ def test_images_are_those_of_the_distilled_pipeline(name: str) -> None:
     expected = live(**family.pipeline_kwargs(positive, negative), **options, **guidance, generator=seed)[0]
     assert torch.equal(found, family.final_latents(expected, 64, 64))
     assert not torch.equal(found, plain)
-
-
-def test_the_models_folder_says_it(tmp_path: Path) -> None:
-    klein, index = family_named("flux2"), tmp_path / "model_index.json"
-    model = ModelConfig(path=str(tmp_path), family="krea2")
-    index.write_text('{"_class_name": "Flux2KleinPipeline", "is_distilled": true}')
-    assert pipeline_settings(model, klein) == DISTILLED
-    assert pipeline_settings(model, family_named("flux2-dev")) == {}
-    index.write_text("3")
-    with pytest.raises(ModelError, match="could not be loaded"):
-        pipeline_settings(model, klein)
 
 
 @pytest.mark.families

@@ -105,13 +105,13 @@ def test_recipes_of_two_families_differ() -> None:
     assert len(set(recipes)) == len(FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("flux", "z-image"), ("qwen-image", "anima"), ("flux2", "ernie-image"), ("ideogram4", "flux2")],
-)
-def test_families_with_one_vae_share_latents(one: str, other: str, tmp_path: Path) -> None:
-    first, second = family_named(one), family_named(other)
-    parts, others = tiny_encoders(one), tiny_encoders(other, 1)
+PAIRS = ("flux z-image", "qwen-image anima", "flux2 ernie-image", "ideogram4 flux2", "ideogram4 ideogram4-projected")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_families_with_one_vae_share_latents(pair: str, tmp_path: Path) -> None:
+    first, second = map(family_named, pair.split())
+    parts, others = tiny_encoders(first.name), tiny_encoders(second.name, 1)
     models = [loaded_models(first, parts), loaded_models(second, {**others, "vae": parts["vae"]})]
     config = family_config(tmp_path, image_output="mean")  # what is stored by default differs
     encodings = [choose_encodings(config, each, {}).image for each in models]

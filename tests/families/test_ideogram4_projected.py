@@ -38,14 +38,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FamilyRun]]:
         run.cache.close()
 
 
-def test_texts_are_smaller_and_images_are_shared(runs: list[FamilyRun]) -> None:
-    own, whole = ([run.rows[text] for text in TEXTS] for run in runs)
-    assert [each.images[0].key for each in own] == [each.images[0].key for each in whole]
-    assert not {each.captions[0].key for each in own} & {each.captions[0].key for each in whole}
-    assert [run.batch(PAIR)["prompt_embeds"].shape[-1] for run in runs] == [32, 13 * 16]
-    assert torch.equal(*(run.batch(PAIR)["prompt_embeds_mask"] for run in runs))
-
-
 def test_training_and_sampling_are_those_with_whole_texts(runs: list[FamilyRun]) -> None:
     noisy = torch.randn(runs[0].latent_shape(2), generator=generator())
     outputs, gradients, images = [], [], []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_model, tiny_pipeline
+from helpers.tiny_models import byte_symbols, tiny_encoders, tiny_model
 
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named, sdxl
@@ -17,27 +17,14 @@ from latentcache.families.qwen_image import NUM_DROPPED
 from latentcache.families.texts import unpadded
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
-from latentcache.types import Crop, Geometry, Size
 
-KLEIN, DEV, QWEN, KREA, QWEN_21, IDEOGRAM = map(
-    family_named, ("flux2", "flux2-dev", "qwen-image", "krea2", "qwen-image-21", "ideogram4")
-)
+KLEIN, DEV, QWEN, KREA, QWEN_21 = map(family_named, ("flux2", "flux2-dev", "qwen-image", "krea2", "qwen-image-21"))
 TEXT = "a red cat on the table"
 
 
 def encoded(family: Family, parts: dict[str, Any], *texts: str, **settings: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return family.encode_text(parts, family.tokenize(parts, texts), family.text_recipe(**settings))
-
-
-def test_time_ids_are_in_the_order_of_the_pipeline() -> None:
-    pipeline = tiny_pipeline()
-    sizes = ((480, 640), (3, 5), (512, 704))
-    expected = pipeline._get_add_time_ids(
-        *sizes, dtype=pipeline.unet.dtype, text_encoder_projection_dim=pipeline.text_encoder_2.config.projection_dim
-    )
-    original, crop, target = Size(*sizes[0]), Crop(*sizes[1]), Size(*sizes[2])
-    assert expected.tolist() == [sdxl.FAMILY.size_conditions(Geometry(original, original, crop, target))]
 
 
 def test_columns_of_an_embedding_are_the_outputs_of_its_encoders() -> None:
@@ -143,28 +130,3 @@ def test_the_rows_that_are_dropped_have_to_be_those_of_the_system_prompt() -> No
     parts["processor"].chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
     with pytest.raises(ModelError, match=r"cuts the system prompt into \d+ tokens, but the pipeline drops 1\. Name"):
         encoded(QWEN_21, parts, "cat")
-
-
-# Ideogram 4
-
-
-def test_ideogram_predicts_what_its_pipeline_does_with_longer_padding() -> None:
-    """Rows of a text are those of any padding, to the last bit; a prediction has other shapes: 1e-6."""
-    parts, texts = tiny_model(IDEOGRAM.name), ["cat", TEXT]
-    batch = encoded(IDEOGRAM, parts, *texts)
-    embeds, positions, segments, roles = IDEOGRAM.pipeline(**parts).encode_prompt(texts, 4, 4, 512, "cpu")
-    for number, rows in enumerate(unpadded(batch)):
-        assert torch.equal(rows, embeds[number, 512 - len(rows) : 512])
-    timesteps = torch.tensor([900.0, 400.0])
-    noise = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        live = parts["transformer"](
-            torch.nn.functional.pad(noise, (0, 0, 512, 0)),
-            timestep=1 - timesteps / 1000,
-            encoder_hidden_states=embeds,
-            position_ids=positions,
-            segment_ids=segments,
-            indicator=roles,
-        ).sample[:, 512:]
-        found = IDEOGRAM.predict(parts["transformer"], IDEOGRAM.final_latents(noise, 64, 64), timesteps, batch)
-    torch.testing.assert_close(found, -IDEOGRAM.final_latents(live, 64, 64), rtol=0, atol=3e-6)

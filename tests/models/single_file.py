@@ -170,11 +170,6 @@ _AUTHORS_NAMES: dict[str, dict[str, str]] = {
         "ff.net.2": "mlp.layer2",
     },
 }
-_JOINED = {
-    "z-image": (("attention.to_q", "attention.to_k", "attention.to_v"), "attention.qkv"),
-    "qwen-image-21": (("img_mlp.gate_layer", "img_mlp.proj"), "img_mlp.gate_up"),
-}
-"""One tensor of the authors (of ComfyUI's file) where diffusers has several."""
 
 
 def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -184,10 +179,9 @@ def denoiser_tensors(family: str, denoiser: torch.nn.Module, prefix: str = "") -
     state = denoiser.state_dict()
     if family == "z-image":
         state["norm_final.weight"] = torch.ones(32)  # diffusers has no such layer
-    parts, whole = _JOINED.get(family, ((), ""))
-    for name in [name for name in state if parts and f".{parts[0]}." in f".{name}"]:
-        values = [state.pop(name.replace(parts[0], part)) for part in parts]
-        state[name.replace(parts[0], whole)] = torch.cat(values)
+        for name in [name for name in state if ".attention.to_q." in name]:
+            values = [state.pop(name.replace("to_q", each)) for each in ("to_q", "to_k", "to_v")]
+            state[name.replace("to_q", "qkv")] = torch.cat(values)
     for ours, theirs in _AUTHORS_NAMES.get(family, {}).items():
         state = {name.replace(ours, theirs): value for name, value in state.items()}
     return {prefix + name: value for name, value in state.items()}

@@ -23,9 +23,10 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling
 from latentcache.models import files
-from latentcache.models.denoiser import load_denoiser
+from latentcache.models.denoiser import load_denoiser, load_scheduler
 from latentcache.models.model_loader import LoadedModels, ModelLoader, ModelOrigin
-from latentcache.models.tiny import tiny_parts
+from latentcache.models.part_identity import weights_digest
+from latentcache.models.tiny import tiny_parts, tiny_photos_pipeline
 from latentcache.models.vae import encode_images
 
 VAE_WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
@@ -310,3 +311,30 @@ def test_threads_that_load_leave_the_libraries_verbosity_as_it_was():
         end.set()
         thread.join(60)
     assert diffusers_logging.get_verbosity() == before
+
+
+# The tiny SDXL with trained weights.
+
+DIGESTS = {
+    "vae": "777a244d4261306066df340797e36db71104b2239c36839dd936f2e58604ce36",
+    "text_encoder": "754ee2ec18ff9c6c9b3d799e5bb3cef41992bb340cb2bb6462043cf09f87f39c",
+    "text_encoder_2": "c591851ef0e275bc03510df4fa6c3b78f57303dba1ffc11ae6d56ae72aa7b466",
+    "unet": "30f0e4fbb826aafab7435a316b2faf9fe3f1ea9dbf487a2885ce82844ced3976",
+}
+"""Of all weights as they are loaded: the digest of a VAE's identity leaves its decoder out."""
+
+
+def test_tiny_photos_has_the_weights_that_were_trained_by_its_name_and_its_folder():
+    pipe, named, folder = tiny_photos_pipeline(), ModelLoader("tiny-photos"), ModelLoader(str(files.TINY_PHOTOS_FOLDER))
+    assert {part: weights_digest("all weights", getattr(pipe, part), F32) for part in DIGESTS} == DIGESTS
+    assert identities(named) == identities(folder) and named.origin("vae") == "tiny-photos"
+    assert ModelLoader("tiny", vae="tiny-photos").identity("vae", F32) == named.identity("vae", F32)
+    unet = load_denoiser(dtype=F32, model=ModelConfig(path="tiny-photos"))
+    assert weights_digest("all weights", unet, F32) == DIGESTS["unet"]
+    assert load_scheduler(model=ModelConfig(path="tiny-photos")).config.prediction_type == "v_prediction"
+    sizes = [path.stat().st_size for path in files.TINY_PHOTOS_FOLDER.rglob("*") if path.is_file()]
+    assert 0 < sum(sizes) <= 4_000_000, "the package stays small"
+    # transformers 5.5, which OneTrainer and ai-toolkit pin, finds no weight of CLIPTextModel by another name.
+    for part in ("text_encoder", "text_encoder_2"):
+        names = load_file(files.TINY_PHOTOS_FOLDER / part / "model.safetensors")
+        assert {name.partition(".")[0] for name in names} <= {"text_model", "text_projection"}

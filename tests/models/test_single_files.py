@@ -49,7 +49,6 @@ FILES = [
     ("z-image", ORIGINAL_PREFIX),
     pytest.param("sd15", ORIGINAL_PREFIX, marks=FAMILIES_LANE),
     pytest.param("wan", "", marks=FAMILIES_LANE),  # by diffusers' names; some of its modules stay in float32
-    pytest.param("qwen-image-21", "", marks=FAMILIES_LANE),
 ]
 
 
