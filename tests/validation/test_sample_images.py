@@ -20,27 +20,31 @@ from latentcache.errors import ConfigError, DeviceMismatchError
 from latentcache.precache.run import run_precache
 from latentcache.validation.sample_images import PromptEmbeddings, denoise, prompt_embeddings, scheduler_copy
 
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 PROMPTS = ["a red house", "a blue car in the rain"]
-
-
 SIZE: dict[str, Any] = {"height": 64, "width": 96, "num_inference_steps": 3}
 SETTINGS = ValidationConfig(**SIZE, seed=7)
 
 
 @pytest.mark.filterwarnings("ignore:.*upcast_vae:FutureWarning")
 @pytest.mark.parametrize(
-    ("dtype", "negative", "guidance_scale", "scheduler"),
+    ("dtype", "vae_dtype", "negative", "guidance_scale", "scheduler"),
     [
-        (torch.float32, "", 1.0, None),
-        (torch.float32, None, 5.0, None),
-        (torch.float32, "ugly", 5.0, "EulerAncestralDiscreteScheduler"),
-        (torch.float32, "ugly", 5.0, "DPMSolverMultistepScheduler"),
-        (torch.float16, "ugly", 5.0, None),
-        (torch.bfloat16, None, 5.0, None),
+        (F32, F16, "", 1.0, None),
+        (F32, F32, None, 5.0, None),
+        (F32, F32, "ugly", 5.0, "EulerAncestralDiscreteScheduler"),
+        (F32, F32, "ugly", 5.0, "DPMSolverMultistepScheduler"),
+        (F16, F16, "ugly", 5.0, None),
+        (BF16, BF16, None, 5.0, None),
     ],
 )
 def test_images_are_those_of_the_whole_pipeline(
-    tmp_path: Path, dtype: torch.dtype, negative: str | None, guidance_scale: float, scheduler: str | None
+    tmp_path: Path,
+    dtype: torch.dtype,
+    vae_dtype: torch.dtype,
+    negative: str | None,
+    guidance_scale: float,
+    scheduler: str | None,
 ) -> None:
     write_photo(tmp_path / "photos" / "a.png", 1, (80, 144))
     config = tiny_config(
@@ -50,12 +54,13 @@ def test_images_are_those_of_the_whole_pipeline(
     )
     run_precache(config)
     pipeline = tiny_pipeline().to(dtype)
+    pipeline.vae.to(vae_dtype)
     settings = SETTINGS.model_copy(update={"guidance_scale": guidance_scale, "scheduler": scheduler})
     with LatentCache(config.cache.path) as cache:
         embeddings = prompt_embeddings(cache, PROMPTS, negative, device=pipeline.unet)
     assert {tensor.dtype for each in embeddings for tensor in each.tensors().values()} == {dtype}
     samples = generate(pipeline.unet, pipeline.vae, pipeline.scheduler, embeddings, settings)
-    assert {parameter.dtype for parameter in pipeline.vae.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in pipeline.vae.parameters()} == {vae_dtype}
     # Those of diffusers itself, from the prompts, with the encoders in memory.
     pipeline.scheduler = scheduler_copy(pipeline.scheduler, scheduler)
     given = {"negative_prompt": negative, "guidance_scale": guidance_scale, **SIZE}
