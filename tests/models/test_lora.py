@@ -12,8 +12,7 @@ from diffusers.training_utils import _collate_lora_metadata
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from same_models import F16, F32, TINY, adapted_unet, frozen_unet, output
-from single_file import original_unet_name
+from single_file import F16, F32, TINY, adapted_unet, frozen_unet, original_unet_name, output
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.errors import ModelError

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -13,13 +14,13 @@ import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
 from helpers.encoding import encode_captions
-from helpers.tiny_models import save_diffusers_folder
+from helpers.tiny_models import save_diffusers_folder, tiny_denoiser, tiny_folder
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from same_models import F16, F32, PIXELS, identities
-from single_file import save_checkpoint, save_vae
+from single_file import F16, F32, PIXELS, identities, save_checkpoint, save_vae
 
-from latentcache.config import ModelConfig
+from latentcache import LatentCache
+from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling
 from latentcache.models import files
@@ -28,6 +29,7 @@ from latentcache.models.model_loader import LoadedModels, ModelLoader, ModelOrig
 from latentcache.models.part_identity import weights_digest
 from latentcache.models.tiny import tiny_parts, tiny_photos_pipeline
 from latentcache.models.vae import encode_images
+from latentcache.precache.run import run_precache
 
 VAE_WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 
@@ -338,3 +340,53 @@ def test_tiny_photos_has_the_weights_that_were_trained_by_its_name_and_its_folde
     for part in ("text_encoder", "text_encoder_2"):
         names = load_file(files.TINY_PHOTOS_FOLDER / part / "model.safetensors")
         assert {name.partition(".")[0] for name in names} <= {"text_model", "text_projection"}
+
+
+# `model.revision`: a hub model as it was at a commit, a tag or a branch.
+
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, add_to_hub: Callable[..., None]) -> str:
+    """A hub cache with two commits of one model, of other weights: `main` is NEW, and the tag `v1` is OLD."""
+    for number, family, commit, ref in ((1, "sd15", OLD, "v1"), (2, "sdxl", NEW, "main")):
+        folder, unet = Path(shutil.copytree(tiny_folder(family), tmp_path / commit)), tiny_denoiser(family)
+        torch.nn.init.constant_(unet.conv_in.bias, number)
+        unet.save_pretrained(folder / "unet")
+        settings = {"_class_name": "DDIMScheduler", "beta_start": number / 1000}
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
+        add_to_hub("model", folder, commit, ref)
+    return "someone/model"
+
+
+@pytest.mark.parametrize(("revision", "commit"), [(None, NEW), ("v1", OLD)])
+def test_every_part_is_that_of_the_revision(
+    make_config: Callable[..., Config], hub: str, tmp_path: Path, revision: str | None, commit: str
+) -> None:
+    config = make_config(**{"model.path": hub, "model.revision": revision})
+    report = run_precache(config)
+    assert report.placement["family"].startswith("sd15:" if commit == OLD else "sdxl:")
+    with LatentCache(config.cache.path) as cache:
+        records = [cache.store.record(key) for key in cache.store.keys()]
+    assert {name for each in records for name in each.provenance["models"].values()} == {f"{hub}@{commit}"}
+    number = 1 if commit == OLD else 2
+    unet = load_denoiser(dtype=torch.float32, model=config.model)
+    assert set(unet.conv_in.bias.tolist()) == {number}
+    assert load_scheduler(model=config.model).config.beta_start == number / 1000
+    # Weights of a training take their architecture from the model: that of the other family does not fit.
+    unet.save_pretrained(tmp_path / "trained")
+    (tmp_path / "trained" / "config.json").unlink()
+    file = tmp_path / "trained" / "diffusion_pytorch_model.safetensors"
+    again = load_denoiser(file, dtype=torch.float32, model=config.model)
+    assert again.config.cross_attention_dim == unet.config.cross_attention_dim
+
+
+def test_a_revision_that_there_is_not_is_an_error(make_config: Callable[..., Config], hub: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="someone/model at revision 'v9'"):
+        run_precache(make_config(**{"model.path": hub, "model.revision": "v9"}))
+    (file := tmp_path / "model.safetensors").touch()
+    for path in ("tiny", "tiny-photos", str(tmp_path), str(file), "missing.safetensors"):
+        with pytest.raises(ValueError, match=r"revision is 'v1', but .* is no hub id"):
+            ModelConfig(path=path, revision="v1")

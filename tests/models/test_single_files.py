@@ -21,8 +21,7 @@ from helpers.tiny_models import (
     tiny_model,
 )
 from safetensors.torch import load_file
-from same_models import F32
-from single_file import autoencoder_tensors, denoiser_tensors, save, with_prefix
+from single_file import F32, autoencoder_tensors, denoiser_tensors, save, with_prefix
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError

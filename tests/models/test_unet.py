@@ -13,9 +13,19 @@ from diffusers import DDPMScheduler, EulerDiscreteScheduler, UNet2DConditionMode
 from helpers.tiny_models import tiny_pipeline
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from same_models import F16, F32, TINY, adapted_unet, check_same, frozen_unet, output, randomise
+from single_file import (
+    F16,
+    F32,
+    TINY,
+    adapted_unet,
+    check_same,
+    frozen_unet,
+    output,
+    randomise,
+    save_unet,
+    unet_tensors,
+)
 from single_file import save_checkpoint as save_parts
-from single_file import save_unet, unet_tensors
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig
