@@ -76,11 +76,6 @@ def check_first_call(run: FamilyRun) -> None:
         assert equal(own.output, call.output)
 
 
-def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun) -> None:
-    for text in PAIR:
-        assert torch.equal(run.latents(text), SCALED_LATENTS[run.family.name](run.pipeline, run.pixels(text)))
-
-
 def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
     family, scale = run.family, guidance_with_negative(run.family)
     guidance = family.guidance_kwargs(scale)
@@ -97,7 +92,7 @@ def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -
 def through_encode_prompt(run: FamilyRun, texts: list[str]) -> dict[str, Any]:
     """For a pipeline that takes no embeddings with images: what its `encode_prompt` returns comes from the cache."""
     batch, made = run.batch(texts), []
-    noisy = torch.zeros(1, run.denoiser_channels, 1, 2, 2)
+    noisy = torch.zeros(run.latent_shape(1))
     for embeds in (batch, {**batch, **run.negative(texts)}):
         found = run.family.conditions(run.denoiser, noisy, embeds)
         rows = found["encoder_hidden_states"]

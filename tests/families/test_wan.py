@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -10,19 +11,26 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.wan import pipeline_wan
+from helpers.family_runs import SIDE, family_config, recorded
 from helpers.tiny_models import tiny_folder, tiny_model
 
-from latentcache.config import Config, ValidationConfig
+from latentcache.config import Config, ModelConfig, ValidationConfig
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
+from latentcache.models.denoiser import load_denoiser, load_scheduler
+from latentcache.models.family import denoised_share
+from latentcache.models.lora import LORA_FILE
 from latentcache.models.vae import encode_images, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Task
 from latentcache.scaleout.encoder import RayEncoder
+from latentcache.validation import results
+from latentcache.validation.checkpoint_validation import validate
+from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise
 
 WAN = family_named("wan")
@@ -118,3 +126,103 @@ def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_
     assert problems.keys() == {tasks[0].key} and report.num_encoded == 1
     failure = problems[tasks[0].key]
     assert failure.reason == "bad-caption" and "'cafÃ©'" in failure.detail and "ftfy on all nodes" in failure.detail
+
+
+# Wan 2.2 A14B: two denoisers, each trained and validated alone at the timesteps of its pipeline.
+
+BOUNDARY = 0.875
+EXPERTS = ("transformer", "transformer_2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The pipeline and its folder. The second expert predicts other numbers than the first."""
+    second = tiny_model("wan", seed=4)["transformer"]
+    pipeline = family_named("wan").pipeline(**tiny_model("wan"), transformer_2=second, boundary_ratio=BOUNDARY)
+    pipeline.save_pretrained(folder := tmp_path_factory.mktemp("a14b") / "wan")
+    return pipeline, folder
+
+
+@pytest.mark.families
+def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(model: tuple[Any, Path]) -> None:
+    pipeline, folder = model
+    size = {"height": 32, "width": 32, "num_frames": 1, "output_type": "latent"}
+    with recorded(pipeline.transformer) as first, recorded(pipeline.transformer_2) as second:
+        pipeline(prompt_embeds=torch.ones(1, 512, 32), num_inference_steps=12, guidance_scale=1.0, **size)
+    scheduler = load_scheduler(model=ModelConfig(path=str(folder)))
+    used = []
+    for expert, calls in zip(EXPERTS, (first, second), strict=True):
+        seen = [call.arguments["timestep"].item() for call in calls]
+        config = ModelConfig(path=str(folder), denoiser=expert)
+        schedule = NoiseSchedule.of(scheduler, denoised_share(config, family_named("wan")))
+        used += schedule.used
+        known = schedule.timesteps[list(schedule.used)]
+        assert seen and all(known[0] <= each <= known[-1] for each in seen)
+        found, expected = load_denoiser(dtype=torch.float32, model=config), getattr(pipeline, expert).state_dict()
+        assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
+    assert sorted(used) == list(range(1000))
+
+
+@pytest.fixture(scope="module")
+def cached(model: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A training set and a validation set of the same photos, for `wan`."""
+    root = tmp_path_factory.mktemp("cached")
+    validation = {"path": root / "validation", "num_timesteps": 2, "height": SIDE, "width": SIDE}
+    config = family_config(root, {"model.path": str(model[1]), "validation": validation})
+    held_out = config.datasets[0].model_copy(update={"name": "held-out", "role": "validation"})
+    config = config.model_copy(update={"datasets": (*config.datasets, held_out)})
+    assert run_precache(config).num_refused == 0
+    return config
+
+
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which take longer than a validation."""
+    monkeypatch.setattr(results, "loss_plot", lambda *_: None)
+
+
+def of_expert(config: Config, name: str) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"denoiser": name})})
+
+
+@pytest.mark.families
+def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None:
+    shift, boundary = tiny_model("wan")["scheduler"].config.flow_shift, BOUNDARY
+    first = 1000 * boundary / (shift - (shift - 1) * boundary)  # of the unshifted schedule
+    high, low = (validate(of_expert(cached, name)).report.loss for name in EXPERTS)
+    assert high is not None and low is not None and high == validate(cached).report.loss
+    bins = [(part.first, part.end) for part in (*low.by_timestep, *high.by_timestep)]
+    assert [end for _, end in bins[:-1]] == [start for start, _ in bins[1:]]
+    assert bins[0][0] == 0 and bins[-1][1] == 1000 and abs(bins[2][0] - first) <= 1
+    assert high.measurement_settings.schedule != low.measurement_settings.schedule
+    # The other expert's weights at these timesteps have another loss.
+    other = validate(cached, denoiser=str(Path(cached.model.path) / "transformer_2"), step=1).report.loss
+    assert other is not None and other.loss.mean != high.loss.mean
+
+
+@pytest.mark.families
+def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    config, seen = of_expert(cached, "transformer_2"), []
+    wan = type(family_named("wan"))
+    predict = wan.predict
+
+    def recorded(family: Any, denoiser: Any, noisy: Any, timesteps: torch.Tensor, batch: Any) -> torch.Tensor:
+        seen.extend(timesteps.tolist())
+        return predict(family, denoiser, noisy, timesteps, batch)
+
+    monkeypatch.setattr(wan, "predict", recorded)
+    options = script.Options(steps=3, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "lora", device="cpu")
+    [trained] = script.train(config, options)["validations"]
+    assert len(seen) > 6 and max(seen) < 1000 * BOUNDARY
+    plain = validate(config).report.loss
+    found = validate(config, lora=str(tmp_path / "lora" / LORA_FILE)).report.loss
+    assert plain is not None and found is not None
+    assert trained["loss"] == found.loss.mean != plain.loss.mean
+
+
+@pytest.mark.families
+def test_images_are_refused_for_one_of_two_experts(cached: Config) -> None:
+    validation = cached.validation.model_copy(update={"prompts": ("a cat",)})
+    with pytest.raises(ConfigError, match=r"images need all timesteps.*from 0\.875 to 1\.0.*set it to \[\]") as caught:
+        validate(cached.model_copy(update={"validation": validation}))
+    assert caught.value.key == "validation.prompts"

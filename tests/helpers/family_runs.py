@@ -329,24 +329,15 @@ class FamilyRun:
         if noise[0].ndim == 3:  # tokens
             latents = self.family.final_latents(noise[0], SIDE, SIDE)
         elif latents is None:
-            channels = self.denoiser_channels
-            latents = noise[0].reshape(len(texts), channels, *self._frames(), *noise[0].shape[-2:])
+            latents = noise[0].reshape(self.latent_shape(len(texts)))
         return call, latents, self.pipeline.scheduler.timesteps[0].float().expand(len(texts))
-
-    @property
-    def denoiser_channels(self) -> int:
-        """Channels of scaled latents."""
-        channels = self.family.latent.channels
-        return 4 * channels if self.scaling.rule == "batch_norm" else channels
-
-    def _frames(self) -> tuple[int, ...]:
-        num_frames = 2 if self.family.clip_condition else 1
-        return (num_frames,) if self.family.latent.is_video else ()
 
     def latent_shape(self, num: int) -> tuple[int, ...]:
         """The shape of `num` scaled latents."""
-        side = SIDE // self.family.latent.downscale // (2 if self.scaling.rule == "batch_norm" else 1)
-        return (num, self.denoiser_channels, *self._frames(), side, side)
+        latent, patch = self.family.latent, 2 if self.scaling.rule == "batch_norm" else 1
+        frames = (2 if self.family.clip_condition else 1,) if latent.is_video else ()
+        side = SIDE // latent.downscale // patch
+        return (num, latent.channels * patch**2, *frames, side, side)
 
     def generate(self, pipeline: Any, **kwargs: Any) -> Any:
         """Two steps of a pipeline; one frame of a video, where it takes a picture to begin with NUM_FRAMES."""

@@ -5,19 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import numpy as np
 import pytest
 import torch
+from helpers.family_runs import SIDE, family_config, loaded_models
+from helpers.loss_cases import noise_of, timestep_of
 from helpers.photo_files import write_mask, write_photo
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_folder, tiny_model
+from PIL import Image
 
-from latentcache import LatentCache, LoadedModels, ValidationRunner, masked_errors, validate
+from latentcache import LatentCache, ValidationRunner, masked_errors, validate
 from latentcache.config import Config, ValidationConfig
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import family_named
 from latentcache.precache.run import run_precache
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.metrics import LossReport, paired_difference
+from latentcache.validation.noise_schedule import NoiseSchedule
 
 NAMES = [f"{number}.png" for number in range(4)]
 UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, qwen-image-edit, flux2"
@@ -55,7 +61,7 @@ def loss(config: Config, parts: dict[str, Any], batch_size: int) -> LossReport:
 def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(folder: Path) -> None:
     family, config = family_named("flux"), config_of(folder, "flux")
     parts = tiny_model(family.name)
-    models = LoadedModels(family=family, **{name: parts[name] for name in family.parts})
+    models = loaded_models(family, parts)
     assert run_precache(config, models=models).notes == []
     calls: list[tuple[int, ...]] = []
     parts["transformer"].register_forward_pre_hook(
@@ -116,3 +122,72 @@ def test_control_images_that_nobody_reads_are_refused(folder: Path, script: Any)
 def test_errors_of_another_layout_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(StoreError, match=r"the mask is \[2, 1, 8, 8\]: give errors \[B, C, h, w\]"):
         masked_errors(torch.ones(shape), {"mask": torch.ones(2, 1, 8, 8, dtype=torch.uint8)})
+
+
+# Masks, in each layout of latents: against sums by hand.
+
+MASKS = {name: np.full((SIDE, SIDE), value, np.uint8) for name, value in (("0.png", 0), ("1.png", 255), ("2.png", 0))}
+MASKS["0.png"][:, SIDE // 2 :] = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE // 2))
+MIXED, WHITE, BLACK = MASKS
+"""The photos, by what their masks are. Of the mixed one the left half does not count, the right half by its greys."""
+LAYOUTS = ("sdxl", "flux2", "wan", "qwen-image-21")
+"""One family for each layout of latents: what a mask does to a loss depends on nothing else of it."""
+
+
+def loss_by_hand(predicted: torch.Tensor, target: torch.Tensor, downscale: int) -> float:
+    """Of the mixed sample, in double precision, on latents as the VAE has them."""
+    errors, rows = (predicted - target).double().square(), SIDE // downscale
+    if errors.shape[-1] != rows:
+        errors = diffusers.Flux2Pipeline._unpatchify_latents(errors)
+    weights = np.floor(MASKS[MIXED].reshape(rows, downscale, rows, downscale).mean(axis=(1, 3)) + 0.5) / 255
+    return float((errors.reshape(-1, rows, rows) * torch.from_numpy(weights)).mean())
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_losses_count_as_their_masks_say(name: str, script: Any, tmp_path: Path) -> None:
+    family, parts = family_named(name), tiny_model(name)
+    (tmp_path / "masks").mkdir()
+    for photo, pixels in MASKS.items():
+        Image.fromarray(pixels).save(tmp_path / "masks" / photo)
+    changes = {"model.path": tiny_folder(name), "datasets.0.name": "masked", "datasets.0.mask.path": tmp_path / "masks"}
+    config = family_config(tmp_path, changes)
+    both = config.model_copy(update={"datasets": (*config.datasets, *family_config(tmp_path).datasets)})
+    report = run_precache(both, models=loaded_models(family, parts))
+    assert report.num_refused == 0 and report.misses_by_reason["mask: new"] == 3
+
+    # That of a validation.
+    schedule, denoiser = NoiseSchedule.of(parts["scheduler"]), parts[family.denoiser]
+    given: dict[str, Any] = {"scheduler": parts["scheduler"], "datasets": ["photos", "masked"]}
+    alone, together = (ValidationConfig(num_timesteps=1, batch_size=batch_size) for batch_size in (1, 4))
+    with LatentCache(config.cache) as cache:
+        found = validation_loss(denoiser, cache, settings=alone, **given).by_sample
+        in_one_batch = validation_loss(denoiser, cache, settings=together, **given).by_sample
+        batch = cache.restricted("masked").batch([MIXED], device="cpu", scaled=True)
+    assert found["masked"][WHITE] == found["photos"][WHITE] > 0, "to the last bit"
+    assert found["masked"][BLACK] == 0 < found["photos"][BLACK]
+    index, latents = timestep_of(MIXED, 0, 1000), batch["latents"]
+    noise, at = noise_of(MIXED, index, latents), torch.tensor([index])
+    with torch.no_grad():
+        noisy = schedule.noised(latents, noise, at)
+        predicted = family.predict(denoiser, noisy, schedule.timesteps[at], batch)
+    expected = loss_by_hand(predicted, schedule.target(latents, noise, at), family.latent.downscale)
+    assert found["masked"][MIXED] == pytest.approx(expected, rel=1e-6)
+    assert found["masked"][MIXED] < 0.6 * found["photos"][MIXED]
+    assert in_one_batch["masked"] == pytest.approx(found["masked"], rel=1e-4)
+
+    # That of the training script, by the same function.
+    training = script.Training(config, script.Options(rank=2, batch_size=3, out=tmp_path / "lora", device="cpu"))
+    with training.loader as loader:
+        batch = next(iter(loader))
+    state = training.generator.get_state()
+
+    def loss(**changed: torch.Tensor) -> float:
+        training.generator.set_state(state)
+        found: float = training.loss({**batch, **changed}).item()
+        return found
+
+    whole = loss(mask=torch.full_like(batch["mask"], 255))
+    assert loss(mask=torch.zeros_like(batch["mask"])) == 0 < loss() < 0.6 * whole
+    del batch["mask"]
+    assert loss() == whole, "to the last bit"
