@@ -20,11 +20,6 @@ def test_the_status_is_that_of_the_command(served):
     assert served.get("/v1/status").json() == json.loads(json.dumps(status(served.cache).to_json()))
 
 
-def test_entries_are_found(served):
-    answer = served.post("/v1/entries:find", {"keys": [*ENTRIES, "0" * 64, min(ENTRIES)]})
-    assert answer.json() == {"found": list(ENTRIES)}
-
-
 def test_packs_are_files(served):
     listed = served.get("/v1/packs").json()["packs"]
     assert [pack["num_entries"] for pack in listed] in ([9, 5], [5, 9])

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,83 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from helpers.report_samples import image, losses, opened, report
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from latentcache.errors import StorageFullError
+from latentcache.errors import MetricsError, StorageFullError
+from latentcache.utils.json_document import to_bytes
+from latentcache.validation.metrics import (
+    Estimate,
+    LossReport,
+    MeasurementSettings,
+    SkippedSample,
+    TimestepBin,
+    read_history,
+    read_losses,
+)
 from latentcache.validation.pictures import image_png, loss_plot, sample_grid
 from latentcache.validation.results import ValidationReport, publish, write_results
+from latentcache.validation.sample_images import SampleImage
+
+SETTINGS = MeasurementSettings(
+    prediction_type="epsilon",
+    schedule="ab12",
+    num_train_timesteps=1000,
+    num_timesteps=2,
+    seed=0,
+    snr_gamma=None,
+    dtype="float32",
+    autocast=None,
+    datasets={"photos": "cd34", "faces": "ef56"},
+)
+
+
+def losses(step: int = 100, *, nan: bool = False) -> LossReport:
+    """Five samples of two datasets at two timesteps; one was skipped."""
+    values = np.random.default_rng(step).random(5)
+    values[0] = np.nan if nan else values[0]
+    by_sample = {"photos": {f"{n}.png": float(v) for n, v in enumerate(values[:3])}}
+    by_sample["faces"] = {f"{n}.png": float(v) for n, v in enumerate(values[3:])}
+    return LossReport(
+        measurement_settings=SETTINGS,
+        by_timestep=(
+            TimestepBin.of((values * 2).tolist(), first=0, end=500),
+            TimestepBin.of((values / 3).tolist(), first=500, end=1000),
+        ),
+        by_dataset={name: Estimate.of(list(found.values())) for name, found in by_sample.items()},
+        by_sample=by_sample,
+        skipped=(SkippedSample(dataset="photos", sample_id="broken.png", reason="damaged"),),
+        **Estimate.of(values.tolist()).model_dump(),
+    )
+
+
+def image(
+    number: int = 0, size: tuple[int, int] = (64, 48), prompt: str = "a red house", negative: str | None = "ugly"
+) -> SampleImage:
+    """Noise of `size` (height, width), so that no two places in a grid look the same."""
+    pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+    return SampleImage(prompt, negative, 40 + number, Image.fromarray(pixels), tiled=number == 1)
+
+
+def report(step: int = 100, *, num_images: int = 2, nan: bool = False, notes: Sequence[str] = ()) -> ValidationReport:
+    return ValidationReport(
+        step=step,
+        loss=losses(step, nan=nan),
+        images=tuple(image(number, prompt=f"prompt {number}") for number in range(num_images)),
+        seconds={"loss": 1.23456, "sample": 2.0},
+        placement={"validate": ("unet",), "sample": ("unet", "vae")},
+        notes=tuple(notes),
+        num_filled=3,
+    )
+
+
+def opened(data: bytes) -> Image.Image:
+    """The picture of an image file."""
+    picture = Image.open(io.BytesIO(data))
+    picture.load()
+    return picture
+
 
 ALL = ["loss.png", "metrics.json", "sample-00.png", "sample-01.png", "samples.png"]
 
@@ -135,3 +205,76 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.Lo
     logged, paths = publish(report(notes=["first"]), tmp_path, full)
     assert len(logged.notes) == 2 and "No space left" in logged.notes[1] and "Traceback" in caplog.text
     assert json.loads(paths.metrics.read_text()) == logged.to_json() and names(paths.folder) == ALL
+
+
+# metrics.json: what is written is what is read, and a file that does not fit is named with its first wrong field.
+
+
+def equal(found: LossReport | None, expected: LossReport) -> bool:
+    """Equal, where NaN equals NaN; one that was read has its step too."""
+    return found is not None and repr(LossReport(**found.model_dump(exclude={"step"}))) == repr(expected)
+
+
+def write(report: ValidationReport, folder: Path) -> Path:
+    """The part of `write_results` that is read back."""
+    return put(folder, f"{report.step:06d}", to_bytes(report.to_json()))
+
+
+def put(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name / "metrics.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_steps_come_back_as_they_were_measured_in_order(tmp_path: Path) -> None:
+    steps = (2_000_000, 0, 500, 10_000)
+    for step in steps:
+        write(report(step, num_images=0, nan=step == 500, notes=["of x\udcff.png"]), tmp_path)
+    history = read_history(tmp_path)
+    assert list(history) == sorted(steps)
+    for step, loss in history.items():
+        assert equal(loss, losses(step, nan=step == 500))
+    assert math.isnan(history[500].loss.mean)
+    assert read_losses(write(ValidationReport(step=6), tmp_path)) is None
+
+
+def test_fields_and_settings_of_a_later_version(tmp_path: Path) -> None:
+    document = report(3).to_json() | {"added_later": 1}
+    document["measurement_settings"] |= {"min_timestep": 20}
+    document["loss_by_timestep"][0]["median"] = 0.1
+    found = read_losses(put(tmp_path, "000003", to_bytes(document)))
+    assert found is not None and found.by_timestep == losses(3).by_timestep
+    assert found.measurement_settings != SETTINGS, "another setting may give other losses"
+    assert list(SETTINGS.differences(found.measurement_settings)) == ["min_timestep is None in one and 20 in the other"]
+
+
+GOOD = report(5, num_images=1).to_json()
+BIN = GOOD["loss_by_timestep"][0]
+
+
+def changed(**fields: Any) -> bytes:
+    return to_bytes(GOOD | fields)
+
+
+DAMAGED: list[tuple[bytes, str | None, str]] = [
+    (to_bytes(GOOD)[:-20], None, "line"),
+    (b"[" * 100_000, None, "recursion"),
+    (b'{"step": 5}', "loss", "Field required"),
+    (changed(loss_by_timestep=[BIN | {"first": 500}]), "loss_by_timestep.0", "first is 500, which is not below end"),
+    (changed(loss_by_sample={"photos": {"a.png": "0"}}), "loss_by_sample.photos.a.png", r"valid number \(met: '0'\)"),
+]
+
+
+@pytest.mark.parametrize(("content", "field", "message"), DAMAGED, ids=[f"{n}-{d[1]}" for n, d in enumerate(DAMAGED)])
+def test_a_damaged_or_foreign_file_is_named_with_its_field_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, field: str | None, message: str
+) -> None:
+    write(report(1, num_images=0), tmp_path)
+    path = put(tmp_path, "000005", content)
+    with pytest.raises(MetricsError, match=message) as caught:
+        read_losses(path)
+    assert caught.value.path == str(path) and caught.value.field == field
+    assert list(read_history(tmp_path)) == [1]
+    assert str(path) in caplog.text and "left out" in caplog.text
+    assert path.read_bytes() == content

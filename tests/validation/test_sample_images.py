@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.encoding import generate
+from helpers.encoding import encode_captions, generate
 from helpers.photo_files import write_photo
+from helpers.tensor_bits import bits
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_pipeline
 
 from latentcache import LatentCache
-from latentcache.config import ValidationConfig
-from latentcache.errors import ConfigError, DeviceMismatchError
+from latentcache.config import Config, ValidationConfig
+from latentcache.dataset.manifest import Manifest
+from latentcache.errors import ConfigError, DeviceMismatchError, ModelError, SampleError
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
-from latentcache.validation.sample_images import PromptEmbeddings, denoise, prompt_embeddings, scheduler_copy
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.types import prompt_id
+from latentcache.validation.sample_images import (
+    PromptEmbeddings,
+    PromptPair,
+    denoise,
+    prompt_embeddings,
+    scheduler_copy,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 PROMPTS = ["a red house", "a blue car in the rain"]
@@ -55,6 +69,8 @@ def test_images_are_those_of_the_whole_pipeline(
     run_precache(config)
     pipeline = tiny_pipeline().to(dtype)
     pipeline.vae.to(vae_dtype)
+    if vae_dtype is not dtype:  # one that has statistics too
+        pipeline.vae.register_to_config(latents_mean=[0.1, 0.2, 0.3, 0.4], latents_std=[1.0, 2.0, 3.0, 4.0])
     settings = SETTINGS.model_copy(update={"guidance_scale": guidance_scale, "scheduler": scheduler})
     with LatentCache(config.cache.path) as cache:
         embeddings = prompt_embeddings(cache, PROMPTS, negative, device=pipeline.unet)
@@ -123,3 +139,126 @@ def test_embeddings_elsewhere_are_named_before_diffusers_runs(embeddings: list[P
     moved = PromptEmbeddings(one.prompt, "", {n: t.to("meta") for n, t in one.embeds.items()}, one.negative)
     with pytest.raises(DeviceMismatchError, match=r"embeddings of 'a blue car in the rain'\.prompt_embeds.* is meta"):
         denoise(pipeline.unet, pipeline.scheduler, [embeddings[0], moved], SETTINGS)
+
+
+# Prompts from the cache; single ones are added to it, with the encoders back where they were.
+
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+NEW = [("a late idea", False), ("blurry", True)]
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    return tiny_parts()
+
+
+@pytest.fixture
+def models(parts: dict[str, Any]) -> LoadedModels:
+    """The text parts only: no VAE."""
+    return LoadedModels(**{name: parts[name] for name in TEXT_PARTS})
+
+
+@pytest.fixture
+def workspace(config: Config) -> Iterator[Workspace]:
+    with open_workspace(config.cache) as workspace:
+        yield workspace
+
+
+@pytest.fixture
+def cache(config: Config) -> Iterator[LatentCache]:
+    with LatentCache(config.cache.path) as cache:
+        yield cache
+
+
+def prompts_of(workspace: Workspace) -> Manifest:
+    (name,) = (name for name in workspace.manifests.names() if name.startswith("validation-prompts"))
+    manifest = workspace.manifests.read(name)
+    assert manifest is not None
+    return manifest
+
+
+def encoders(parts: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """All that must not change: objects, places, dtypes, memory, modes."""
+    modules = [parts["text_encoder"], parts["text_encoder_2"]]
+    tensors = [(id(t), t.device, t.dtype, t.data_ptr(), t.requires_grad) for m in modules for t in m.parameters()]
+    return [*tensors, *((part.training,) for module in modules for part in module.modules())]
+
+
+def test_without_encoders_the_prompt_and_the_command_are_named(cache: LatentCache) -> None:
+    for prompts, negative, said in (
+        (["nobody cached this"], "", r"'prompt: nobody cached this': is not cached.*validation\.prompts"),
+        ([""], "nor this", r"'negative prompt: nor this': is not cached.*validation\.negative_prompt"),
+    ):
+        with pytest.raises(SampleError, match=said + " and run `latentcache precache CONFIG`"):
+            prompt_embeddings(cache, prompts, negative, device="cpu")
+
+
+def test_with_encoders_what_is_missing_is_cached_once(
+    config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels, parts: dict[str, Any]
+) -> None:
+    before, encoded = encoders(parts), []
+    known = cache.prompt("a validation prompt", device="cpu")
+
+    def encode(pairs: list[PromptPair]) -> int:
+        encoded.append((pairs, cache_prompts(config, workspace, models, pairs, device="cpu")))
+        return encoded[-1][1]
+
+    prompts = ["a validation prompt", "a late idea"]
+    for _ in range(2):
+        embeddings = prompt_embeddings(cache, prompts, "blurry", device="cpu", encode=encode)
+    assert encoded == [(NEW, 2)], "called once, for what was missing"
+    assert encoders(parts) == before
+    text = LoadedModels(**parts).text(torch.float32)
+    late, negative = (encode_captions(text, [caption]) for caption in ("a late idea", "blurry"))
+    assert torch.equal(embeddings[1].embeds["prompt_embeds"], late["prompt_embeds"])
+    assert torch.equal(embeddings[1].negative["pooled_prompt_embeds"], negative["pooled_prompt_embeds"])
+    # An entry that is lost is missing too.
+    cache.store.remove([prompts_of(workspace).rows[prompt_id(prompts[0])].captions[0].key])
+    (again,) = prompt_embeddings(cache, prompts[:1], "", device="cpu", encode=encode)
+    assert torch.equal(again.embeds["prompt_embeds"], known["prompt_embeds"])
+    with LatentCache(config.cache.path) as other:
+        assert prompt_embeddings(other, ["a late idea"], "blurry", device="cpu")
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
+    make_config: Callable[..., Config], models: LoadedModels, tmp_path: Any, clip_skip: int
+) -> None:
+    skip = {"encode.clip_skip": clip_skip}
+    settings = skip | {"validation.prompts": ["a late idea"], "validation.negative_prompt": "a late idea"}
+    before, after, elsewhere = (
+        make_config(**each) for each in (skip, settings, settings | {"cache.path": tmp_path / "other"})
+    )
+    run_precache(before)
+    pairs = [("a late idea", False), ("a late idea", True)]
+    with open_workspace(before.cache) as workspace:
+        num_encoded = cache_prompts(before, workspace, models, pairs, device="cpu")
+        assert num_encoded == (1 if clip_skip == 0 else 2), "clip_skip counts for positive prompts only"
+        assert cache_prompts(before, workspace, models, pairs, device="cpu") == 0
+        assert not workspace.manifests.unfinished()
+    assert run_precache(after).num_misses == 0
+    run_precache(elsewhere)
+    found = []
+    for config in (after, elsewhere):
+        with open_workspace(config.cache) as workspace:
+            rows = prompts_of(workspace).rows
+            keys = [rows[prompt_id("a late idea", negative=negative)].captions[0].key for _, negative in pairs]
+            entries = [workspace.store.get(key) for key in keys]
+            found.append([(each.record.identity, each.record.provenance["num_tokens"]) for each in entries])
+            found[-1] += [bits(each.tensors[name]).tolist() for each in entries for name in sorted(each.tensors)]
+    assert found[0] == found[1]
+
+
+def test_other_text_encoders_and_settings_are_refused(
+    make_config: Callable[..., Config], config: Config, workspace: Workspace, models: LoadedModels
+) -> None:
+    others = {**{name: tiny_parts()[name] for name in TEXT_PARTS}, "text_encoder_2": tiny_parts(5)["text_encoder_2"]}
+    rows = prompts_of(workspace).rows
+    with pytest.raises(ModelError, match=r"captions of dataset photos were: text encoder 2 changed") as caught:
+        cache_prompts(config, workspace, LoadedModels(**others), NEW, device="cpu")
+    assert caught.value.part == "text_encoder_2"
+    changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
+    said = r"salt changed .*, encoder dtype changed .*, stored dtype changed .*, clip skip changed \(0 -> 1\)"
+    with pytest.raises(ModelError, match=said):
+        cache_prompts(changed, workspace, models, NEW, device="cpu")
+    assert prompts_of(workspace).rows == rows and len(workspace.manifests.names()) == 2
