@@ -103,3 +103,16 @@ def test_what_cannot_be_repaired_or_loaded_is_named_and_nothing_has_changed() ->
     with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, the optimizer has \[1\]"):
         load_optimizer_state(optimizer, trained().state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.7 and not optimizer.state
+
+
+def test_a_fused_optimizer_counts_in_float32() -> None:
+    """Its kernel takes nothing else; a plain one counts in float64 where that is the default dtype."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    plain, fused = (torch.optim.AdamW([weight], fused=flag) for flag in (False, True))
+    weight.grad = torch.ones(3)
+    plain.step()
+    state = plain.state_dict()
+    state["state"][0]["step"] = state["state"][0]["step"].double()
+    load_optimizer_state(fused, state)
+    assert fused.state[weight]["step"].dtype is torch.float32
+    fused.step()
