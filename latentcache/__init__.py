@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from latentcache.errors import LatentCacheError as LatentCacheError
     from latentcache.loading.batch import unpadded as unpadded
     from latentcache.loading.cache import LatentCache as LatentCache
-    from latentcache.loading.cached_batches import CachedBatches as CachedBatches
     from latentcache.loading.dataset import LatentDataset as LatentDataset
+    from latentcache.loading.loader import CachedBatches as CachedBatches
     from latentcache.loading.loader import LatentLoader as LatentLoader
     from latentcache.loading.sampler import BucketBatchSampler as BucketBatchSampler
     from latentcache.models.model_loader import LoadedModels as LoadedModels

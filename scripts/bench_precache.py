@@ -44,7 +44,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from latentcache import Config, run_precache
 from latentcache.config import BucketsConfig, ImagesConfig
 from latentcache.config_file import parse_config
-from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.bucket_rules import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed, vae_batch_size
 from latentcache.families.sdxl import SCALING_FACTOR

@@ -17,7 +17,7 @@ import torch
 
 from latentcache.config import BucketsConfig, ImagesConfig
 from latentcache.config_file import parse_config
-from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.bucket_rules import assign, bucket_table, fit
 from latentcache.dataset.images import preparation_policy
 from latentcache.dataset.manifest import Manifest
 from latentcache.devices.placement import Placement

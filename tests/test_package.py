@@ -52,7 +52,7 @@ OWNERS = {
     # musubi-tuner's cache is safetensors files.
     "safetensors": ("interop/formats/musubi.py", "models/lora.py"),
     # The service writes thumbnails.
-    "PIL": ("dataset/images.py", "dataset/colour.py", "dataset/resampling.py", "validation/", "service/page/"),
+    "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/", "service/page/"),
     "av": ("dataset/clips.py",),
     "pyarrow": ("dataset/parquet.py",),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
@@ -123,7 +123,7 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda() -> None:
                 if called == "torch.load":
                     # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
                     restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                    readers = {"checkpoints/checkpoint.py", "interop/files.py"}
+                    readers = {"checkpoints/checkpoint.py", "interop/readers.py"}
                     assert str(module) in readers, f"{module}:{node.lineno}: {called}"
                     assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
 

@@ -21,8 +21,7 @@ from latentcache.cli import commands
 from latentcache.cli.init_command import init
 from latentcache.cli.interop_commands import export_app, import_app
 from latentcache.cli.output import DONE, fail
-from latentcache.cli.remote_commands import REMOTE_COMMANDS
-from latentcache.cli.service_commands import SERVICE_COMMANDS
+from latentcache.cli.remote_commands import REMOTE_COMMANDS, SERVICE_COMMANDS
 from latentcache.config_file import said
 from latentcache.errors import ConfigError, LatentCacheError
 from latentcache.utils.extras import naming_extras

@@ -9,7 +9,9 @@ that was written whole but holds fewer rows than its header says.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 import os
 import struct
 import warnings
@@ -24,8 +26,7 @@ from PIL import ExifTags, Image, ImageCms, ImageFile, JpegImagePlugin, PngImageP
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from latentcache.config import ImagesConfig
-from latentcache.dataset.colour import to_srgb
-from latentcache.dataset.resampling import LANCZOS, resize
+from latentcache.dataset.resampling import BOX, LANCZOS, resize
 from latentcache.errors import ImageRefused
 from latentcache.types import Geometry, RefusalReason, Size
 
@@ -309,3 +310,109 @@ def _eight_bits(grey: np.ndarray, tags: Mapping[int, Any]) -> np.ndarray:
     white = (1 << num_bits) - 1
     levels: np.ndarray = ((grey.astype(np.uint32) * 255 + white // 2) // white).astype(np.uint8)
     return levels if photometric else np.uint8(255) - levels
+
+
+# Colour
+
+
+_log = logging.getLogger(__name__)
+
+_MODE_OF_COLOUR_SPACE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+
+
+def to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
+    """Mode L, RGB or CMYK, with this ICC profile -> RGB in sRGB. `path` is for the log."""
+    if icc:
+        found, transform = _conversion(icc)
+        mode = "RGB" if found == "RGB" and image.mode == "L" else image.mode
+        if isinstance(transform, str):
+            _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, transform)
+        elif found != mode:
+            _log.warning("%s: its ICC profile is for %s images, not %s; ignored", path, found, image.mode)
+        elif transform is not None:
+            converted = ImageCms.applyTransform(image.convert(mode), transform)
+            assert converted is not None  # only in place it returns None
+            return converted
+    return image.convert("RGB")
+
+
+@functools.lru_cache(maxsize=16)
+def _conversion(icc: bytes) -> tuple[str, ImageCms.ImageCmsTransform | str | None]:
+    """The mode that a profile describes, and its transform to sRGB; None if it is sRGB, a text if it is unusable.
+
+    Most images of a dataset share a few profiles.
+    """
+    try:
+        profile = ImageCms.ImageCmsProfile(BytesIO(icc))
+        mode = _MODE_OF_COLOUR_SPACE.get(profile.profile.xcolor_space.strip())
+        if mode is None:
+            return "", f"unknown colour space {profile.profile.xcolor_space!r}"
+        transform = ImageCms.buildTransform(
+            profile,
+            ImageCms.createProfile("sRGB"),
+            mode,
+            "RGB",
+            ImageCms.Intent.PERCEPTUAL,
+            # lcms shares a transform between threads only without its cache of the last pixel.
+            ImageCms.Flags.NOCACHE,
+        )
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
+        return "", str(error)
+    return mode, None if _is_srgb(transform, mode) else transform
+
+
+def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
+    """Whether it moves no colour of a grid by more than one step. A profile's name is no proof."""
+    if mode == "CMYK":
+        return False
+    levels = np.arange(0, 256, 15, dtype=np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(1, -1, 3)
+    if mode == "L":
+        grid = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(1, -1, 3)
+    source = Image.fromarray(grid if mode == "RGB" else np.ascontiguousarray(grid[..., 0]))
+    moved = np.asarray(ImageCms.applyTransform(source, transform))
+    return bool(np.abs(moved.astype(np.int16) - grid).max() <= 1)
+
+
+# Masks
+
+
+def mask_policy(images: dict[str, str], *, alpha: bool) -> dict[str, str]:
+    """What changes the values of every mask, by name, where images have the policy `images`.
+
+    With `alpha` it is the image's own alpha channel.
+    """
+    if alpha:
+        return {**images, "colour": "alpha-channel", "alpha": "alpha-channel", "resample": BOX}
+    return {**images, "colour": f"{images['colour']} luma", "resample": BOX}
+
+
+def luma(pixels: np.ndarray) -> np.ndarray:
+    """The brightness of sRGB pixels, uint8 [H, W, 3] -> uint8 [H, W], as Pillow's mode L has it (ITU-R 601-2)."""
+    red, green, blue = (pixels[..., channel].astype(np.uint32) for channel in range(3))
+    grey: np.ndarray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return grey.astype(np.uint8)
+
+
+def kept_by(mask: np.ndarray, rule: str) -> np.ndarray:
+    """How much of each pixel a mask leaves, uint8 of its shape; the rest of it is grey, which is 0 of -1 to 1.
+
+    `hard`: all or nothing, as diffusers' inpainting pipelines have it: `image * (mask < 0.5)`, of -1 to 1.
+    `soft`: as OneTrainer has it, of 0 to 1: `image * (1 - mask) + 0.5 * mask`.
+    """
+    left: np.ndarray = np.where(mask < 128, np.uint8(255), np.uint8(0)) if rule == "hard" else np.uint8(255) - mask
+    return left
+
+
+def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
+    """The mask [H, W] prepared as its image is; then the mean of squares of `downscale` pixels.
+
+    uint8 [1, h, w], halves rounded up. kohya's trainer has the mean too (`interpolate(..., mode="area")` in
+    `apply_masked_loss`), of floating point. ValueError for a mask of another size than the geometry's.
+    """
+    taken, (height, width) = prepare(values, geometry, BOX), geometry.target_size
+    rows, columns, area = height // downscale, width // downscale, downscale**2
+    squares = taken[: rows * downscale, : columns * downscale].reshape(rows, downscale, columns, downscale)
+    means: np.ndarray = (squares.sum(axis=(1, 3), dtype=np.uint32) + area // 2) // area
+    mask: np.ndarray = means.astype(np.uint8)[None]
+    return mask

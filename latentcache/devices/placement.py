@@ -12,7 +12,21 @@ import torch
 
 from latentcache.devices.tensor_location import casting_dtype_of, offload_hook_of, with_index
 from latentcache.errors import DeviceError
-from latentcache.utils.accelerator import current_accelerator
+
+
+def current_accelerator(*, built_for: bool = False) -> torch.device | None:
+    """The accelerator of this machine, without a number, or None. `built_for`: that of torch's build, here or not."""
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        found = torch._C._get_accelerator()
+        is_here = found.type != "cpu" and (built_for or torch.get_device_module(found).is_available())
+        return found if is_here else None
+    if not built_for and not torch.accelerator.is_available():
+        return None
+    try:
+        return torch.accelerator.current_accelerator()  # its check_available came with torch 2.7
+    except RuntimeError:  # of torch 2.6, built for none
+        return None
+
 
 DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
 """Names the requesting device: a device, its name, or a tensor or module that lies on it."""

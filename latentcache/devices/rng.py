@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from latentcache.utils.accelerator import current_accelerator
+from latentcache.devices.placement import current_accelerator
 
 logger = logging.getLogger("latentcache")
 

@@ -14,10 +14,9 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import Family, LatentSpace, TextField, TimestepSampling
+from latentcache.families.base import MASK, Caption, Encoded, Family, LatentSpace, TextField, TimestepSampling
 from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import QwenImage
-from latentcache.families.texts import MASK, Caption, Encoded
 from latentcache.types import Padding
 
 _ROWS = 512

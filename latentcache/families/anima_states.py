@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.families.anima import Anima, conditioned
-from latentcache.families.base import TextField
-from latentcache.families.texts import MASK, Caption, Encoded
+from latentcache.families.base import MASK, Caption, Encoded, TextField
 from latentcache.types import Padding
 
 _NAMES = {

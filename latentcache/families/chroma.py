@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LatentSpace, TextField
+from latentcache.families.base import Caption, Encoded, LatentSpace, TextField
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
-from latentcache.families.parts import KL_VAE, T5_SETTINGS, Part
-from latentcache.families.texts import Caption, Encoded
-from latentcache.families.trainers import FLUX_VAE, TrainerFiles
+from latentcache.families.parts import FLUX_VAE, KL_VAE, T5_SETTINGS, Part, TrainerFiles
 from latentcache.types import Padding
 
 _MASK = "prompt_attention_mask"

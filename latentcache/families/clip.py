@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from latentcache.devices.transfer import transfer_to
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families.base import Family, inference
-from latentcache.families.texts import Encoded
+from latentcache.families.base import Encoded, Family, inference
 
 CLIP_SETTINGS = (
     *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers"),

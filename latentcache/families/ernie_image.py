@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Family, LatentSpace, TextField
+from latentcache.families.base import MASK, Caption, Encoded, Family, LatentSpace, TextField, padded, unpadded
 from latentcache.families.flux2 import Flux2
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.parts import LLM_SETTINGS, Part
-from latentcache.families.texts import MASK, Caption, Encoded, padded, unpadded
 from latentcache.types import Padding
 
 _EPSILON = 1e-5

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LatentSpace, TextField
+from latentcache.families.base import Caption, Encoded, LatentSpace, TextField
 from latentcache.families.clip import CLIP_SETTINGS, pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
-from latentcache.families.parts import KL_VAE, T5_SETTINGS, Part
-from latentcache.families.texts import Caption, Encoded
-from latentcache.families.trainers import FLUX_VAE, TrainerFiles
+from latentcache.families.parts import FLUX_VAE, KL_VAE, T5_SETTINGS, Part, TrainerFiles
 
 _GUIDANCE = 3.5
 """Of the distilled guidance while training: the default of diffusers' train_dreambooth_lora_flux.py."""

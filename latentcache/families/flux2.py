@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Family, LatentSpace, TextField
+from latentcache.families.base import Caption, Encoded, Family, LatentSpace, TextField, user_turn
 from latentcache.families.packed import control_latents
 from latentcache.families.parts import KL_SETTINGS, QWEN3_SETTINGS, VAE_WEIGHTS, Part, layers_below
 from latentcache.families.scaling import patchified
-from latentcache.families.texts import Caption, Encoded, user_turn
 
 _GUIDANCE = 3.5
 """While training, where guidance is distilled: the default of diffusers' train_dreambooth_lora_flux2.py."""

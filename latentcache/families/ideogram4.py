@@ -11,10 +11,19 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families.base import Family, LatentSpace, TextField, TimestepSampling
+from latentcache.families.base import (
+    MASK,
+    Caption,
+    Encoded,
+    Family,
+    LatentSpace,
+    TextField,
+    TimestepSampling,
+    unpadded,
+    user_turn,
+)
 from latentcache.families.flux2 import Flux2
 from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
-from latentcache.families.texts import MASK, Caption, Encoded, unpadded, user_turn
 from latentcache.types import Padding
 
 _LAYERS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 35)

@@ -10,10 +10,9 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import TextField
+from latentcache.families.base import Caption, Encoded, TextField
 from latentcache.families.ideogram4 import Ideogram4
 from latentcache.families.parts import Part
-from latentcache.families.texts import Caption, Encoded
 from latentcache.types import Padding
 
 _WHOLE = Ideogram4.name

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import LatentSpace, TextField
+from latentcache.families.base import MASK, Caption, Encoded, LatentSpace, TextField
 from latentcache.families.packed import PackedFamily
-from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
+from latentcache.families.parts import LLM_SETTINGS, WAN_VAE, Part, TrainerFiles, layers_below
 from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix, template
-from latentcache.families.texts import MASK, Caption, Encoded
-from latentcache.families.trainers import WAN_VAE, TrainerFiles
 from latentcache.types import Padding
 
 _LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)

@@ -11,11 +11,9 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import Family, LatentSpace, TextField
+from latentcache.families.base import MASK, Caption, Encoded, Family, LatentSpace, TextField
 from latentcache.families.packed import PackedFamily
-from latentcache.families.parts import LLM_SETTINGS, VAE_WEIGHTS, Part
-from latentcache.families.texts import MASK, Caption, Encoded
-from latentcache.families.trainers import WAN_VAE, TrainerFiles
+from latentcache.families.parts import LLM_SETTINGS, VAE_WEIGHTS, WAN_VAE, Part, TrainerFiles
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Family, LatentSpace, TextField
+from latentcache.families.base import MASK, Encoded, Family, LatentSpace, TextField
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.parts import LLM_SETTINGS, VAE_WEIGHTS, Part
 from latentcache.families.qwen_image import PLACEHOLDER, check_prefix, needed_mask, template
-from latentcache.families.texts import MASK, Encoded
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (

@@ -10,11 +10,10 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import TextField
+from latentcache.families.base import Encoded, TextField, padded
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image_21 import QwenImage21
 from latentcache.families.qwen_image_edit import IMAGE_SETTINGS, EditTexts
-from latentcache.families.texts import Encoded, padded
 from latentcache.types import Padding
 
 _VISION_SETTINGS = (

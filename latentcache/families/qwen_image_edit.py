@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Family
+from latentcache.families.base import Caption, Encoded, Family, padded
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import PLACEHOLDER, STATES, QwenImage, check_prefix
-from latentcache.families.texts import Caption, Encoded, padded
 
 _NUM_DROPPED = 64
 """Tokens of the system prompt, whose rows the pipeline drops."""

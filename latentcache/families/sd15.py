@@ -9,9 +9,8 @@ from typing_extensions import override
 
 from latentcache.families.base import LatentSpace, TextField, TimestepSampling
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
-from latentcache.families.parts import KL_VAE, Part
+from latentcache.families.parts import KL_VAE, Part, TrainerFiles
 from latentcache.families.scaling import Scaling
-from latentcache.families.trainers import TrainerFiles
 
 
 class SD15(ClipFamily):

@@ -11,9 +11,8 @@ from typing_extensions import override
 from latentcache.errors import ModelError
 from latentcache.families.base import LatentSpace, Preview, TextField, TimestepSampling
 from latentcache.families.clip import CLIP_SETTINGS, ClipFamily
-from latentcache.families.parts import KL_VAE, Part
+from latentcache.families.parts import KL_VAE, Part, TrainerFiles
 from latentcache.families.scaling import Scaling
-from latentcache.families.trainers import TrainerFiles
 from latentcache.types import Geometry
 
 SCALING_FACTOR = 0.13025

@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Family, LatentSpace, TextField, TimestepSampling
-from latentcache.families.parts import T5_SETTINGS, VAE_WEIGHTS, Part
-from latentcache.families.texts import MASK, Caption, Encoded
-from latentcache.families.trainers import WAN_VAE, TrainerFiles
+from latentcache.families.base import MASK, Caption, Encoded, Family, LatentSpace, TextField, TimestepSampling
+from latentcache.families.parts import T5_SETTINGS, VAE_WEIGHTS, WAN_VAE, Part, TrainerFiles
 from latentcache.types import Padding
 
 _VAE_SETTINGS = (

@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.families import wan
-from latentcache.families.base import CONDITION, PICTURE, LatentSpace
+from latentcache.families.base import CONDITION, PICTURE, Caption, Encoded, LatentSpace
 from latentcache.families.parts import Part
-from latentcache.families.texts import Caption, Encoded
 
 _VISION = ("hidden_act", "image_size", "layer_norm_eps", "num_attention_heads", "num_hidden_layers", "patch_size")
 _IMAGES = (

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Family, LatentSpace, TextField
-from latentcache.families.parts import KL_VAE, QWEN3_SETTINGS, Part
-from latentcache.families.texts import Caption, Encoded, padded, unpadded, user_turn
-from latentcache.families.trainers import FLUX_VAE, TrainerFiles
+from latentcache.families.base import Caption, Encoded, Family, LatentSpace, TextField, padded, unpadded, user_turn
+from latentcache.families.parts import FLUX_VAE, KL_VAE, QWEN3_SETTINGS, Part, TrainerFiles
 from latentcache.types import Padding
 
 

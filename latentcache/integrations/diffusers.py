@@ -32,7 +32,7 @@ from latentcache.loading.dataset import LatentDataset
 from latentcache.loading.sample import no_texts
 from latentcache.loading.sampler import BucketBatchSampler, Visit
 from latentcache.models.denoiser import check_fits, load_denoiser, load_scheduler
-from latentcache.models.family import denoised_share
+from latentcache.models.files import denoised_share
 from latentcache.models.lora import load_lora, lora_settings, save_lora
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models

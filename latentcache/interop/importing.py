@@ -21,13 +21,14 @@ from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, St
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.scaling import Scaling
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
-from latentcache.interop.files import corrupt, flaw_of
 from latentcache.interop.readers import (
     ForeignCache,
     ForeignImage,
     ForeignItem,
     ForeignText,
     bucket_of,
+    corrupt,
+    flaw_of,
     keeps_padding,
     refusal_of,
 )

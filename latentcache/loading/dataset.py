@@ -24,9 +24,8 @@ from latentcache.identity import key_names
 from latentcache.loading.batch import to_device, unpadded
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser
-from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, ManifestSamples, SampleRef, common_facts, no_zeros
-from latentcache.loading.sampler import Visits
+from latentcache.loading.sampler import Places, Visits
 from latentcache.location import kind_of
 from latentcache.store.batch import stack_columns
 from latentcache.store.entry import as_array, dtype_name

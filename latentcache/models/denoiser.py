@@ -22,11 +22,11 @@ from latentcache.errors import CheckpointError
 from latentcache.families import family_named
 from latentcache.families.base import Family
 from latentcache.families.parts import class_named
-from latentcache.models.family import family_of
 from latentcache.models.files import (
     TINY,
     check_package,
     config_folder,
+    family_of,
     is_checkpoint,
     is_tiny,
     load_pretrained,

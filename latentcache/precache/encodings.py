@@ -17,7 +17,7 @@ from latentcache.errors import ConfigError
 from latentcache.families import DEFAULT
 from latentcache.families.base import Family
 from latentcache.identity import ImageEncoding, PartIdentity, TextEncoding, canonical_json, digest
-from latentcache.models.family import family_of
+from latentcache.models.files import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Task

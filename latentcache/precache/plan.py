@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.captions import variants_of
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
-from latentcache.dataset.samples import Sample
+from latentcache.dataset.samples import Sample, variants_of
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import SCHEMA, digest, encoding_json, key_names

@@ -19,11 +19,9 @@ from itertools import chain
 from typing import Any
 
 from latentcache.config import BucketsConfig, DatasetConfig
-from latentcache.dataset.bucket_rules import BucketRule
-from latentcache.dataset.buckets import fit_like, is_alike
+from latentcache.dataset.bucket_rules import BucketRule, fit_like, is_alike
 from latentcache.dataset.clips import num_frames_of_clip
-from latentcache.dataset.images import preparation_policy, with_filter
-from latentcache.dataset.masks import mask_policy
+from latentcache.dataset.images import mask_policy, preparation_policy, with_filter
 from latentcache.dataset.row_table import PartRole, geometry_bytes
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.families.base import Family

@@ -17,9 +17,8 @@ import numpy as np
 
 from latentcache.config import EncodeConfig, ImagesConfig
 from latentcache.dataset.clips import decode_clip
-from latentcache.dataset.images import decode, prepare
+from latentcache.dataset.images import decode, kept_by, luma, prepare, prepare_mask
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.masks import kept_by, luma, prepare_mask
 from latentcache.dataset.resampling import BOX
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError, ImageRefused

@@ -27,7 +27,7 @@ from latentcache.service.errors import RESPONSES, add_handlers, problem_of
 from latentcache.service.manifests import manifest_router
 from latentcache.service.packs import length_of, pack_router
 from latentcache.service.page.routes import Pages, page_router
-from latentcache.service.page.text import STATIC
+from latentcache.service.page.views import STATIC
 from latentcache.service.state import ServiceSettings, ServiceState
 from latentcache.store.cut_captions import CutCaptions
 

@@ -20,36 +20,23 @@ _CLIP_TOKENS = 77
 """What CLIP reads. Texts of every other encoder have a `max_length` in their recipe."""
 
 
-class _Identity(msgspec.Struct, gc=False):
-    encoding: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-class _Tokens(msgspec.Struct, gc=False):
-    num_tokens: Any = None
-    token_limit: Any = None
-
-
-class _TextRecord(msgspec.Struct, gc=False):
-    """What a record says of the tokens of its caption. Parsing all of it would take ten times as long."""
-
-    identity: _Identity
-    provenance: _Tokens
-
-
-_RECORDS = msgspec.json.Decoder(_TextRecord)
+_Identity = msgspec.defstruct("_Identity", [("encoding", msgspec.Raw, msgspec.Raw(b"{}"))])
+_Record = msgspec.defstruct("_Record", [("identity", _Identity), ("provenance", dict[str, Any])])
+_RECORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Record)
+"""What is parsed of a caption's record. All of it would take several times as long."""
 _parsed = lru_cache(64)(msgspec.json.decode)
 
 
-def num_cut_tokens(encoding: Any, num_tokens: Any, token_limit: Any) -> int:
-    """Tokens of a caption that its text encoders did not read, by the family and the recipe in its record.
+def num_cut_tokens(encoding: Any, provenance: Mapping[str, Any]) -> int:
+    """Tokens of a caption that its text encoders did not read, by the encoding and the provenance in its record.
 
-    `encoding` is that of the record's identity; the numbers are those of its provenance. It is 0 where nobody counted
-    the tokens, and for a family that is unknown here.
+    It is 0 where nobody counted the tokens, and for a family that is unknown here.
     """
+    num_tokens, limit = provenance.get("num_tokens"), provenance.get("token_limit")
     if type(num_tokens) is not int:
         return 0
-    if type(token_limit) is int:  # of a tokenizer that cuts earlier than the family's usual ones
-        return max(0, num_tokens - token_limit)
+    if type(limit) is int:  # of a tokenizer that cuts earlier than the family's usual ones
+        return max(0, num_tokens - limit)
     recipe = encoding if isinstance(encoding, Mapping) else {}
     numbers = {name: value for name, value in recipe.items() if type(value) is int}
     # No family reads fewer. Its file imports torch, for which `status` need not wait where no caption is long.
@@ -97,7 +84,6 @@ class CutCaptions:
         for row in range(len(cut)):
             if whole.row.pack.group_of(row).kind == "text":
                 record = _RECORDS.decode(whole.json(row))
-                encoding, made = _parsed(bytes(record.identity.encoding)), record.provenance
-                cut[row] = num_cut_tokens(encoding, made.num_tokens, made.token_limit) > 0
+                cut[row] = num_cut_tokens(_parsed(bytes(record.identity.encoding)), record.provenance) > 0
         self._by_pack[pack] = cut
         return cut

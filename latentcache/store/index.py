@@ -281,8 +281,6 @@ class Index:
         """Whether there is no database. One that cannot even be looked at may be there."""
         try:
             self._database.stat()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
         return False

@@ -14,7 +14,7 @@ from latentcache.errors import ConfigError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.models.denoiser import load_denoiser, load_scheduler
-from latentcache.models.family import denoised_share, family_of
+from latentcache.models.files import denoised_share, family_of
 from latentcache.models.lora import load_lora, saved_step
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases

@@ -18,7 +18,7 @@ from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families.base import Family, check_prompts
 from latentcache.loading.cache import LatentCache
 from latentcache.models.denoiser import check_fits
-from latentcache.models.family import family_of, pipeline_settings
+from latentcache.models.files import family_of, pipeline_settings
 from latentcache.models.model_loader import LoadedModels, check_frozen
 from latentcache.models.running import uncached_autocast
 from latentcache.phases.model_parts import sharded_by

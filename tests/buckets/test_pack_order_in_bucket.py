@@ -13,7 +13,7 @@ from obstore.store import MemoryStore
 
 from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader
 from latentcache.errors import StoreError
-from latentcache.loading.pack_order import Places
+from latentcache.loading.sampler import Places
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
 from latentcache.remote.transfer import transfer

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from latentcache.config import BucketsConfig
-from latentcache.dataset.bucket_rules import BucketRule
-from latentcache.dataset.buckets import assign
+from latentcache.dataset.bucket_rules import BucketRule, assign
 from latentcache.dataset.resampling import resize
 from latentcache.types import Geometry, Size
 

@@ -16,7 +16,7 @@ from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK, Family
 from latentcache.families.clip import ClipFamily
 from latentcache.identity import caption_digest
-from latentcache.models.family import family_of
+from latentcache.models.files import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import encode_images
 from latentcache.precache.encodings import choose_encodings

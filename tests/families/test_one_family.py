@@ -16,9 +16,8 @@ from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config, ValidationConfig
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import FAMILIES, family_named, sdxl
-from latentcache.families.base import Family
+from latentcache.families.base import Family, unpadded
 from latentcache.families.qwen_image import NUM_DROPPED
-from latentcache.families.texts import unpadded
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 from latentcache.precache.run import run_precache

@@ -20,14 +20,14 @@ from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
 from latentcache.models.denoiser import load_denoiser, load_scheduler
-from latentcache.models.family import denoised_share
+from latentcache.models.files import denoised_share
 from latentcache.models.lora import LORA_FILE
 from latentcache.models.vae import encode_images, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Task
-from latentcache.scaleout.encoder import RayEncoder
+from latentcache.scaleout.ray import RayEncoder
 from latentcache.validation import results
 from latentcache.validation.checkpoint_validation import validate
 from latentcache.validation.noise_schedule import NoiseSchedule

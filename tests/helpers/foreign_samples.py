@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latentcache.dataset.buckets import fit
+from latentcache.dataset.bucket_rules import fit
 from latentcache.families import family_named
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignItem, ForeignText

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from latentcache.precache.report import Report
 from latentcache.precache.workspace import Workspace, open_workspace
-from latentcache.scaleout.encoder import RayEncoder
+from latentcache.scaleout.ray import RayEncoder
 from latentcache.types import Entry, Record
 
 ENCODE_S = 0.05

@@ -16,7 +16,7 @@ from helpers.kohya_files import npz_of
 
 from latentcache.errors import ForeignFileRefused
 from latentcache.interop import files
-from latentcache.interop.files import read_file, read_npz, read_torch, tensor_in
+from latentcache.interop.readers import read_file, read_npz, read_torch, tensor_in
 
 
 def saved(content: Any) -> bytes:

@@ -17,8 +17,7 @@ from latentcache.dataset.row_table import Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.dataset import Order
-from latentcache.loading.pack_order import Places
-from latentcache.loading.sampler import Visit
+from latentcache.loading.sampler import Places, Visit
 from latentcache.store import MemoryStore
 from latentcache.store.upkeep import compact
 from latentcache.types import Entry, Record, Refusal

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from latentcache.errors import StoreError
 from latentcache.identity import seed_of
 from latentcache.loading.choices import Choices
-from latentcache.loading.pack_order import Places
-from latentcache.loading.sampler import BucketBatchSampler, noise_generator, order_generator
+from latentcache.loading.sampler import BucketBatchSampler, Places, noise_generator, order_generator
 from latentcache.types import Bucket
 
 

@@ -16,7 +16,7 @@ from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser
 from latentcache.models.denoiser import load_denoiser, load_scheduler
-from latentcache.models.family import family_of
+from latentcache.models.files import family_of
 from latentcache.precache.run import run_precache
 
 SAME_MODEL = {"qwen-image-21-edit": "qwen-image-21", "anima-states": "anima", "ideogram4-projected": "ideogram4"}

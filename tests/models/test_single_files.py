@@ -27,7 +27,7 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.families import family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser, load_scheduler
-from latentcache.models.family import family_of
+from latentcache.models.files import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 

@@ -20,8 +20,7 @@ from precaching import row_of, run
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ImagesConfig, ModelConfig
-from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.masks import prepare_mask
+from latentcache.dataset.images import decode, prepare, prepare_mask
 from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.sdxl import FAMILY as SDXL

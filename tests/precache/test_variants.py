@@ -14,7 +14,7 @@ import torch
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import CaptionsConfig, Config
-from latentcache.dataset.captions import variants_of, varied
+from latentcache.dataset.samples import variants_of, varied
 from latentcache.loading.sampler import Visit, Visits
 from latentcache.loading.status import show
 from latentcache.precache.explanation import explain

@@ -15,8 +15,7 @@ from precaching import rows_of, run
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
 from latentcache.config import Config, ImagesConfig
-from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.masks import prepare_mask
+from latentcache.dataset.images import decode, prepare, prepare_mask
 from latentcache.dataset.row_table import Ref, Row
 from latentcache.errors import StoreError
 from latentcache.loading.sampler import Visit, Visits

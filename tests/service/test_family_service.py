@@ -16,7 +16,7 @@ from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
-from latentcache.service.page.text import url
+from latentcache.service.page.views import url
 
 
 @pytest.fixture(scope="module", params=FEW_WALKS)

@@ -32,10 +32,9 @@ from latentcache.identity import key_of
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.vae import vae_facts
 from latentcache.precache.run import run_precache
-from latentcache.service.page.text import query_of, static, url
 from latentcache.service.page.thumbnails import Thumbnails
 from latentcache.service.page.vae_decoder import VaeDecoder
-from latentcache.service.page.views import FILTERS
+from latentcache.service.page.views import FILTERS, query_of, static, url
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.types import Entry, Record, Refusal
 

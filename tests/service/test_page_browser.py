@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref
-from latentcache.service.page.text import url
+from latentcache.service.page.views import url
 
 pytestmark = pytest.mark.page
 

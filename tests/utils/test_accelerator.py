@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from latentcache.devices.placement import device_named
+from latentcache.devices.placement import current_accelerator, device_named
 from latentcache.errors import DeviceError
-from latentcache.utils.accelerator import current_accelerator
 
 XPU = torch.device("xpu")
 

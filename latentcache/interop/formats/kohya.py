@@ -33,24 +33,25 @@ from typing_extensions import Unpack
 
 from latentcache.config import BucketsConfig, settings_of
 from latentcache.config_file import parse_buckets
-from latentcache.dataset.bucket_rules import BucketRule
-from latentcache.dataset.buckets import fit
+from latentcache.dataset.bucket_rules import BucketRule, fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.clip import LONG_BY_ROWS
+from latentcache.families.parts import TrainerFiles
 from latentcache.families.sdxl import FAMILY as SDXL
-from latentcache.families.trainers import TrainerFiles
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
-from latentcache.interop.files import corrupt, read_npz, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
     ForeignText,
     SourceImages,
     chosen_family,
+    corrupt,
     layouts_of,
     pixel_pair,
+    read_npz,
     refusing,
+    tensor_in,
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from typing_extensions import Unpack
 
 from latentcache.families.base import CONDITION, PICTURE
-from latentcache.families.trainers import TrainerFiles
+from latentcache.families.parts import TrainerFiles
 from latentcache.interop.exporting import NOTE_FIRST_CAPTION, Export, ExportOptions, ExportSample
 from latentcache.interop.readers import layouts_of
 from latentcache.interop.reports import ExportReport

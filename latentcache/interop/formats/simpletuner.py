@@ -23,11 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from latentcache.dataset.buckets import fit
+from latentcache.dataset.bucket_rules import fit
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
 from latentcache.families.base import Family
-from latentcache.interop.files import corrupt, read_file, read_torch, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -35,10 +34,14 @@ from latentcache.interop.readers import (
     SourceImages,
     bucket_of,
     chosen_family,
+    corrupt,
     keeps_padding,
     layouts_of,
     pixel_pair,
+    read_file,
+    read_torch,
     refusing,
+    tensor_in,
 )
 from latentcache.types import Crop, Geometry, Refusal, Size
 

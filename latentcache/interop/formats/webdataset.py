@@ -22,7 +22,7 @@ import latentcache
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families import FAMILIES, family_named
 from latentcache.interop.exporting import Export, ExportOptions, ExportSample
-from latentcache.interop.files import flaw_of
+from latentcache.interop.readers import flaw_of
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.store.entry import dtype_name

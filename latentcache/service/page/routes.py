@@ -15,9 +15,19 @@ from latentcache.service.auth import SESSION_S, Role, cookie_of
 from latentcache.service.errors import problem_of
 from latentcache.service.packs import KeyInPath
 from latentcache.service.page.sample import CutCaption, Explainer, photo_webp, sample_details
-from latentcache.service.page.text import environment, query_of, rendered, url
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
-from latentcache.service.page.views import FILTERS, STATES, Filters, Gallery, GalleryPage, ReadableManifests
+from latentcache.service.page.views import (
+    FILTERS,
+    STATES,
+    Filters,
+    Gallery,
+    GalleryPage,
+    ReadableManifests,
+    environment,
+    query_of,
+    rendered,
+    url,
+)
 from latentcache.service.state import ServiceState
 
 PAGES = (("/", "Overview"), ("/gallery", "Gallery"), ("/health", "Health"))

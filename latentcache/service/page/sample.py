@@ -91,7 +91,7 @@ def _details(store: Store, name: str, ref: Ref) -> dict[str, Any]:
         "record": record,
         "fields": fields,
         "num_tokens": num_tokens if type(num_tokens) is int else None,
-        "num_cut": num_cut_tokens(record.identity.get("encoding"), num_tokens, made.get("token_limit")),
+        "num_cut": num_cut_tokens(record.identity.get("encoding"), made),
         "created": created if isinstance(created, str) else "",
         "json": entry_json(record, fields),
     }
