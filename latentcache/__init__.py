@@ -46,7 +46,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BucketBatchSampler": "loading.sampler",
-    "CachedBatches": "loading.cached_batches",
+    "CachedBatches": "loading.loader",
     "Config": "config",
     "DiskStore": "store.disk",
     "LatentCache": "loading.cache",

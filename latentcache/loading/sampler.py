@@ -215,7 +215,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     there are. Batches that cannot be shared equally at the end of an epoch are left out: others in the next epoch.
     StoreError where a dataset with items gives a rank no batch at all.
 
-    A dataset with `order="packs"` is visited in pack order (`pack_order.pack_batches`): the packs that hold the images
+    A dataset with `order="packs"` is visited in pack order (`pack_batches`): the packs that hold the images
     are shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. It then depends on the
     packs that there are when the sampler is made, on `window`, and on the number of ranks. Where torch.distributed runs
     with `world_size` ranks they compare their packs, so that each has to make the sampler; StoreError if these differ.
