@@ -15,7 +15,7 @@ import torch
 from helpers.kohya_files import npz_of
 
 from latentcache.errors import ForeignFileRefused
-from latentcache.interop import files
+from latentcache.interop import readers
 from latentcache.interop.readers import read_file, read_npz, read_torch, tensor_in
 
 
@@ -64,7 +64,7 @@ def test_what_is_hostile_or_damaged_is_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any, data: bytes, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", LIMIT)
+    monkeypatch.setattr(readers, "MAX_FILE_BYTES", LIMIT)
     with pytest.raises(ForeignFileRefused, match=rf"f\.pt: refused \(corrupt\): .*{words}") as caught:
         read(write(tmp_path / "f.pt", data))
     assert not Path("made").exists()
