@@ -201,7 +201,7 @@ class Index:
                         pass  # it makes the tables, and the first generation
 
     def _check_exists(self) -> None:
-        if not self._database.exists():
+        if self._is_gone():
             raise IndexDamagedError(self.path, "it does not exist")
 
     @contextmanager

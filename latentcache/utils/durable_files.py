@@ -116,12 +116,12 @@ def _locked_sibling(path: Path) -> tuple[int, Path]:
     fd = os.open(temporary, file_locks.OPEN_FLAGS | os.O_EXCL, 0o666)
     try:
         file_locks.take(fd, wait=True)
+        if temporary.exists():
+            return fd, temporary
     except BaseException:
         os.close(fd)
         temporary.unlink(missing_ok=True)
         raise
-    if temporary.exists():
-        return fd, temporary
     os.close(fd)  # a sweep came between open and lock
     return _locked_sibling(path)
 

@@ -10,6 +10,7 @@ import random
 import shutil
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,3 +208,14 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
         monkeypatch.undo()
         assert verify(store).ok
         assert_holds(store, 0)
+
+
+def test_an_index_that_cannot_be_looked_at_is_not_taken_for_lost(root, monkeypatch):
+    def refuse(path, *, genuine=Path.stat, **options):
+        return raise_(OSError(errno.EIO, "the disk fails")) if path.name == "cache.db" else genuine(path, **options)
+
+    with DiskStore(root) as store:
+        monkeypatch.setattr(Path, "stat", refuse)
+        assert store.add(samples(7)) == 1
+        monkeypatch.undo()
+        assert_holds(store, 0, 1, 7)

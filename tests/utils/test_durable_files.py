@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,3 +44,11 @@ def test_what_dead_writers_left_is_swept_and_what_others_write_stays(tmp_path: P
         assert not (tmp_path / ".dead.tmp").exists()
         write_all(fd, b"data")
     assert os.listdir(tmp_path) == ["alive"]
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=OSError(errno.EIO, "the disk fails")))
+    with pytest.raises(StoreError, match="the disk fails"):
+        write_sealed(tmp_path / "file", b"data")
+    assert os.listdir("/proc/self/fd") == before and os.listdir(tmp_path) == []
