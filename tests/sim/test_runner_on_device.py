@@ -15,9 +15,7 @@ from helpers.runner_runs import precache_training_set, runner_for, validation_co
 
 from latentcache.config import Config
 from latentcache.loading.cache import LatentCache
-from latentcache.models.model_loader import LoadedModels
 from latentcache.phases.phases import Phases
-from latentcache.precache.run import run_precache
 
 CPU = torch.device("cpu")
 EXACT = {"encode.vae_dtype": "float32", "encode.text_dtype": "float32"}
@@ -41,18 +39,6 @@ def test_training_goes_on_bit_by_bit_cold_and_warm(
         assert training.phases.on_device() == {"unet"}
 
     assert_as_without(validate, device, variant)
-
-
-def test_a_fill_outside_of_phases_changes_nothing(make_config: Callable[..., Config], device: torch.device) -> None:
-    """A whole cold run with the parts that are being trained with: OneTrainer #459 parked them."""
-    config = make_config(**{"encode.device": str(device), **EXACT})
-
-    def precache(training: Training) -> None:
-        names = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-        report = run_precache(config, models=LoadedModels(**{name: training.parts[name] for name in names}))
-        assert report.num_encoded > 0 and report.num_refused == 0
-
-    assert_as_without(precache, device, "plain")
 
 
 class Swapped(Training):
