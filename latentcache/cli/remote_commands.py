@@ -24,6 +24,8 @@ from latentcache.errors import ConfigError, LatentCacheError
 if TYPE_CHECKING:
     from latentcache.remote.transfer import TransferReport
 
+logger = logging.getLogger("latentcache")
+
 MAX_GRACE_H = 24 * 36525
 """A hundred years: dates have an end."""
 
@@ -133,9 +135,6 @@ def prune_bucket(url: str, *, unfinished: bool, grace: float, dry_run: bool, as_
 
 
 REMOTE_COMMANDS = (push, pull, sync, merge)
-
-
-logger = logging.getLogger("latentcache")
 
 
 def serve(  # noqa: PLR0913 - each is a flag

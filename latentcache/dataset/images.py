@@ -30,6 +30,8 @@ from latentcache.dataset.resampling import BOX, LANCZOS, resize
 from latentcache.errors import ImageRefused
 from latentcache.types import Geometry, RefusalReason, Size
 
+_log = logging.getLogger(__name__)
+_MODE_OF_COLOUR_SPACE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
 _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"), "JPEG"),
@@ -313,11 +315,6 @@ def _eight_bits(grey: np.ndarray, tags: Mapping[int, Any]) -> np.ndarray:
 
 
 # Colour
-
-
-_log = logging.getLogger(__name__)
-
-_MODE_OF_COLOUR_SPACE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
 def to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:

@@ -18,7 +18,6 @@ and target (height or top first), the number of frames (0: an image) and flip.
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,6 @@ _ITS_ID = "\0"
 """What stands for the sample_id at the end of a path, where no path has it."""
 _DIGEST_BYTES: Final = 32
 _NO_DIGEST = "0" * 2 * _DIGEST_BYTES
-_are_digits = re.compile("[0-9a-f]*").fullmatch
 _CHUNK = 1024
 """Keys that are made together when all are needed, and rows that are put into columns together."""
 
@@ -540,8 +538,7 @@ def _hex(digest: np.ndarray) -> str:
 
 def _bytes_of(what: str, digests: Sequence[str]) -> bytes:
     """The bytes of digests in hexadecimal digits. ValueError for what is none."""
-    digits = "".join(digests)
-    if any(len(digest) != 2 * _DIGEST_BYTES for digest in digests) or not _are_digits(digits):
-        wrong = next(digest for digest in digests if not is_key(digest))
-        raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
-    return bytes.fromhex(digits)
+    for digest in digests:
+        if not is_key(digest):
+            raise ValueError(f"{what} is {digest!r:.80}, where 64 hexadecimal digits are needed")
+    return bytes.fromhex("".join(digests))

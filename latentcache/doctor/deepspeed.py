@@ -8,63 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from latentcache.doctor.diagnosis import Diagnosis, Finding
 from latentcache.errors import ConfigError
 from latentcache.utils.nested import named_leaves
-
-Level: TypeAlias = Literal["ok", "note", "warning", "error"]
-"""`note`: worth knowing, nothing to do. `warning`: it works, with a loss. `error`: it fails, or will."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was checked. `remedy` is empty where there is nothing to do."""
-
-    level: Level
-    subject: str
-    found: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Findings in the order in which they were made, and the facts that they are about, by name (JSON values)."""
-
-    findings: tuple[Finding, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def __add__(self, other: Diagnosis) -> Diagnosis:
-        return Diagnosis(self.findings + other.findings, {**self.facts, **other.facts})
-
-    @property
-    def ok(self) -> bool:
-        """Whether no finding is an error."""
-        return all(finding.level != "error" for finding in self.findings)
-
-    def to_json(self) -> dict[str, Any]:
-        """`{"ok", "findings": [{"level", "subject", "found", "remedy"}, ...]}` and the facts."""
-        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings], **self.facts}
-
-    def to_text(self) -> str:
-        """A table: a line per finding, its remedy below it."""
-        width = max((len(finding.subject) for finding in self.findings), default=0)
-        lines = []
-        for finding in self.findings:
-            first, *others = finding.found.splitlines() or [""]
-            lines.append(f"{finding.level:<7}  {finding.subject:<{width}}  {first}".rstrip())
-            lines += [f"{'':<7}  {'':<{width}}  {line}" for line in others]
-            if finding.remedy:
-                lines.append(f"{'':<7}  {'':<{width}}  -> {finding.remedy}")
-        counts = ", ".join(
-            f"{number} {level}{'s' if number != 1 else ''}"
-            for level in ("error", "warning", "note")
-            if (number := sum(finding.level == level for finding in self.findings))
-        )
-        return "\n".join([*lines, counts or "nothing to do"])
-
 
 ZERO = "zero_optimization"
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")

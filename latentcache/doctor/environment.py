@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from latentcache.doctor.deepspeed import Diagnosis, Finding, Level, examine_deepspeed_config
+from latentcache.doctor.deepspeed import examine_deepspeed_config
+from latentcache.doctor.diagnosis import Diagnosis, Finding, Level
 from latentcache.errors import DeviceError
 from latentcache.provenance import installed_versions
 

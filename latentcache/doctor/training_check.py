@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from latentcache.devices.audit import audit
-from latentcache.doctor.deepspeed import Diagnosis, Finding
+from latentcache.doctor.diagnosis import Diagnosis, Finding
 from latentcache.families import DEFAULT, family_named
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.types import Crop, Geometry, Size
