@@ -74,9 +74,8 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.options, self.tiny = folder, options, options.tiny
-        self.device = device_named(
-            options.device
-        )  # with its number, as tensors have it, and as limits of memory want it
+        # With its number, as tensors have it, and as limits of memory want it.
+        self.device = device_named(options.device)
         self.module = torch.get_device_module(self.device)
         self.overlaps = transfer_to(self.device).overlaps
         self.side, self.scale = (64, TINY) if self.tiny else (1024, 1)
