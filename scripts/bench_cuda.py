@@ -1,14 +1,14 @@
-"""What the project does on a real accelerator: checks, throughput at SDXL's size, copies, training steps, phases.
+"""Correctness checks and benchmarks on a real accelerator: SDXL throughput, copies, training steps, phase switches.
 
     python scripts/bench_cuda.py                        # a table; about ten minutes on an H100
     python scripts/bench_cuda.py --json > cuda.json     # one document
     python scripts/bench_cuda.py --part copies step     # some parts only
     python scripts/bench_cuda.py --tiny --device cpu    # for correctness only: it runs without an accelerator
 
-Models have SDXL's sizes and random weights, made on the device: nothing is downloaded. Times are medians of rounds,
-taken from the host's clock after the device has been synchronised. Rates are compared with ceilings of the same run.
-A part that fails is reported, the others run, and the exit code is 1; a goal that is missed is marked in the table.
-A check that this device cannot run is skipped, with the reason.
+Models have SDXL's sizes and random weights, created on the device, so nothing is downloaded. Times are medians over
+interleaved rounds, measured on the host's clock after synchronising the device. Ceilings are measured in the same run.
+If a part fails, the others still run and the exit code is 1. The table marks each missed goal. A check that the device
+cannot run is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import islice, product
 from pathlib import Path
@@ -56,17 +56,18 @@ from latentcache.types import Batch
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 VAE_TFLOP = {"encode": 4.88, "decode": 10.47}
-"""Of one image of 1024x1024 pixels by SDXL's VAE: torch.utils.flop_counter.FlopCounterMode counted them."""
+"""TFLOP per image of 1024x1024 pixels in SDXL's VAE, counted with torch.utils.flop_counter.FlopCounterMode."""
 SLEEP_CYCLES = 20_000_000
-"""How long the device sleeps before each upload in the check for races: some 10 ms."""
+"""How long the device sleeps before each upload in the race check: about 10 ms."""
 TINY = 16
-"""What divides the sides and widths of samples and UNets that are tiny."""
+"""Divisor of the image sides and layer widths for --tiny."""
+LAYOUTS = torch.contiguous_format, torch.channels_last
 MAX_GROWTH = 4 << 20
-"""Bytes of memory that may come and go: two small blocks of torch's allocator."""
+"""Allowed growth of reserved memory in bytes: two small blocks of torch's allocator."""
 
 
 class SkippedError(Exception):
-    """This device lacks what a check needs."""
+    """Raised by a check that needs something this device does not have."""
 
 
 class Bench:
@@ -74,7 +75,7 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.options, self.tiny = folder, options, options.tiny
-        # With its number, as tensors have it, and as limits of memory want it.
+        # With its index: tensors report it, and set_per_process_memory_fraction requires it.
         self.device = device_named(options.device)
         self.module = torch.get_device_module(self.device)
         self.overlaps = transfer_to(self.device).overlaps
@@ -87,7 +88,7 @@ class Bench:
         self.part = ""
 
     def add(self, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> None:
-        """Note a figure. `least` and `most` are goals for real sizes; one without has None for it."""
+        """Record a figure. `least` and `most` are its goals, which count at full size only."""
         goal = reached = None
         if not self.tiny and (least is not None or most is not None):
             goal = f">= {least:g}" if least is not None else f"<= {most:g}"
@@ -96,14 +97,14 @@ class Bench:
         figures[name] = {"value": value, "unit": unit, "goal": goal, "reached": reached}
 
     def end(self, method: Callable[[], Any]) -> None:
-        """Call it, and wait until the device has done what it launched."""
+        """Call the method and synchronise the device."""
         method()
         self.module.synchronize(self.device)
 
     def seconds(self, methods: Mapping[str, Callable[[], Any]], *, warm: bool = True) -> dict[str, float]:
-        """Median seconds of each method, in interleaved rounds, until the device has ended it.
+        """Median seconds of each method over interleaved rounds, including synchronisation.
 
-        `warm`: each is called twice before the rounds, and directly before each timed call.
+        `warm`: call each method twice before the rounds, and once directly before each timed call.
         """
         warm = warm and not self.tiny
         for method, _ in product(methods.values(), range(2 if warm else 0)):
@@ -117,7 +118,7 @@ class Bench:
         return {name: spread(values)["median"] for name, values in taken.items()}
 
     def free(self) -> None:
-        """Let go of what a part left on the device."""
+        """Free the device memory that a part left behind."""
         gc.collect()
         free_cached_memory(self.device)
 
@@ -126,9 +127,9 @@ class Bench:
         return hasattr(self.module, function)
 
     def num_bytes(self, name: str) -> int:
-        """What the allocator counts under this name: `memory_reserved`, `memory_allocated`, `max_memory_allocated`.
+        """An allocator statistic: `memory_reserved`, `memory_allocated` or `max_memory_allocated`.
 
-        On a device that does not count them the bytes of all tensors that are alive.
+        On a device without these statistics: the bytes of all live tensors.
         """
         if self.can(name):
             return int(getattr(self.module, name)(self.device))
@@ -136,12 +137,12 @@ class Bench:
         return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
 
     def add_peak(self, name: str, method: Callable[[], Any]) -> None:
-        """Note what `peak_of` a call is, where the device counts its bytes."""
+        """Record a call's peak memory if the device has memory statistics."""
         if self.can("max_memory_allocated"):
             self.add(f"{name}: peak", self.peak_of(method) / 1e9, "GB")
 
     def peak_of(self, method: Callable[[], Any]) -> int:
-        """Bytes that a call takes at most, beyond those that are in use."""
+        """Peak memory of a call in bytes, above what was already allocated."""
         self.free()
         self.module.reset_peak_memory_stats(self.device)
         before = self.num_bytes("memory_allocated")
@@ -150,7 +151,7 @@ class Bench:
 
     @contextmanager
     def limited(self, num_bytes: float) -> Iterator[None]:
-        """The device gives this process no more than so many further bytes in the block."""
+        """Limit this process to `num_bytes` more device memory inside the block."""
         self.free()
         total = self.module.mem_get_info(self.device)[1]
         share = (self.num_bytes("memory_reserved") + num_bytes) / total
@@ -162,7 +163,7 @@ class Bench:
 
     @cached_property
     def copy_rates(self) -> dict[str, float]:
-        """Bytes per second of copies in both directions, from pageable memory, and from pinned where it is used."""
+        """Bytes per second of copies in both directions, from pageable memory and, if it is used, pinned memory."""
         host = torch.empty(1 << 20 if self.tiny else 256 << 20, dtype=torch.uint8)
         there = torch.empty_like(host, device=self.device)
         copies: dict[str, Callable[[], Any]] = {}
@@ -173,15 +174,14 @@ class Bench:
 
     @property
     def upload_rate(self) -> float:
-        """Bytes per second of an upload at best."""
+        """Bytes per second of the fastest upload."""
         return self.copy_rates[f"host to device, {'pinned' if self.overlaps else 'pageable'}"]
 
     @cached_property
     def conv_flops(self) -> dict[str, float]:
-        """Operations per second of a 3x3 convolution of 128 channels over 1024x1024 pixels, batch 4."""
+        """FLOP/s of a 3x3 convolution with 128 channels over 1024x1024 pixels, batch 4."""
         found = {}
-        layouts = torch.contiguous_format, torch.channels_last
-        for dtype, layout in product((torch.bfloat16, torch.float32), layouts):
+        for dtype, layout in product((torch.bfloat16, torch.float32), LAYOUTS):
             module: Any = torch.nn.Conv2d(128, 128, 3, padding=1, device=self.device, dtype=dtype)
             module.to(memory_format=layout).requires_grad_(False)
             images = torch.randn(4, 128, self.side, self.side, device=self.device, dtype=dtype)
@@ -191,11 +191,11 @@ class Bench:
         return found
 
     def over_conv(self, images_per_s: float, what: str) -> float:
-        """The VAE's rate over that of the best convolution."""
+        """The VAE's FLOP/s divided by those of the fastest convolution."""
         return images_per_s * VAE_TFLOP[what] * 1e12 / max(self.conv_flops.values())
 
     def vae(self, dtype: torch.dtype) -> Any:
-        """SDXL's VAE with random weights, on the CPU. Its tiles are half as high and wide as the images here."""
+        """SDXL's VAE with random weights, on the CPU. Its tiles have half the height and width of the images."""
         return precache.make_vae((8, 16, 32, 32) if self.tiny else precache.SDXL_VAE, dtype, tile=self.side // 2)
 
     def texts(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Bench:
         return precache.make_texts(*(small if self.tiny else (precache.CLIP_L, precache.CLIP_BIG_G)), dtype)
 
     def unet(self, scale: int) -> Any:
-        """SDXL's UNet with random weights, on the device. `scale` divides its widths."""
+        """SDXL's UNet with random weights, on the device. `scale` divides the layer widths."""
         from diffusers import UNet2DConditionModel
 
         with torch.device(self.device), seeded(0):
@@ -225,19 +225,26 @@ class Bench:
             )
         return unet.to(self.train_dtype)
 
-    def case(self, name: str, models: LoadedModels, num_photos: int, dtype: torch.dtype | None = None) -> precache.Case:
-        """Runs of precache over so many photos with these models, which compute in `dtype` (default: `half`)."""
+    def case(
+        self,
+        name: str,
+        models: LoadedModels,
+        num_photos: int,
+        dtype: torch.dtype | None = None,
+        photo_side: int | None = None,
+    ) -> precache.Case:
+        """Runs of precache over `num_photos` photos. The models compute in `dtype` (default: `half`)."""
         named = str(dtype or self.half).removeprefix("torch.")
         settings = argparse.Namespace(**vars(self.options) | {"dtype": named})
-        return precache.Case(self.folder / name, models, settings, num_photos, self.side)
+        return precache.Case(self.folder / name, models, settings, num_photos, self.side, photo_side)
 
     def sampler(self, name: str, num_samples: int, batch_size: int, scale: int) -> BucketBatchSampler:
-        """Batches of a new cache of random samples of SDXL's shapes; `scale` divides their sides and widths."""
+        """A sampler over a new cache of random samples with SDXL's shapes, whose sizes are divided by `scale`."""
         make_cache(self.folder / name, num_samples, scale)
         return BucketBatchSampler(LatentDataset(self.folder / name), batch_size, seed=0)
 
     def loader(self, sampler: BucketBatchSampler, **options: Any) -> LatentLoader:
-        """The loader of a training on the device."""
+        """A loader configured as for training on the device."""
         return LatentLoader(sampler, device=self.device, dtype=torch.float32, scaled=True, **options)
 
 
@@ -262,7 +269,7 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
 
     def run(self, batch: Batch) -> None:
-        """One step, which makes the host wait for nothing on the device."""
+        """One training step. The host never waits for the device."""
         latents = batch["latents"]
         noise = torch.randn_like(latents)
         index = torch.randint(0, len(self.schedule.timesteps), (len(latents),), device=self.device)
@@ -279,10 +286,10 @@ class Step:
 
 
 def check_batches(bench: Bench) -> str:
-    """Each batch equals the CPU's, though each upload comes late and the reader's stream is busy.
+    """Each batch equals the CPU's although uploads are delayed and the consumer's stream is busy.
 
-    Four epochs on the current stream, four on one of the reader's own, and four by a thread that names the device
-    without its number.
+    Runs four epochs each on the current stream, on a stream of the consumer's own, and in a thread that names the
+    device without an index.
     """
     sleep = getattr(bench.module, "_sleep", lambda cycles: None)
     sampler = bench.sampler("races", 32, 4, TINY)
@@ -310,7 +317,7 @@ def check_batches(bench: Bench) -> str:
                     assert torch.equal(batch[name].cpu(), right[name]), f"batch {len(held)}: other {name}"
                 held.append((batch["moments"], right["moments"]))
             for number, (there, expected) in enumerate(held):
-                assert torch.equal(there.cpu(), expected), f"batch {number} changed after it was given"
+                assert torch.equal(there.cpu(), expected), f"batch {number} changed after the loader returned it"
         return len(held)
 
     own = bench.module.stream(bench.module.Stream(bench.device)) if bench.overlaps else nullcontext()
@@ -323,18 +330,18 @@ def check_batches(bench: Bench) -> str:
 
 
 class Reads(TorchDispatchMode):
-    """RuntimeError where this thread reads a number of a tensor, for which the host would wait on an accelerator."""
+    """Raises RuntimeError when this thread reads a tensor's value, which would synchronise with an accelerator."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("the host reads a number of a tensor")
+            raise RuntimeError("the host reads the value of a tensor")
         return func(*args, **(kwargs or {}))
 
 
 def check_syncs(bench: Bench) -> str:
-    """Neither the loader nor a step makes the host wait for the device.
+    """Neither the loader nor a training step synchronises with the device.
 
-    Where the device does not say so itself, what this thread reads counts, in which the loader then reads too.
+    On a device without a sync debug mode, `Reads` watches this thread instead, and the loader reads in it.
     """
     told, training = bench.can("set_sync_debug_mode"), Step(bench, TINY)
     sampler = bench.sampler("syncs", 16, 4, TINY)
@@ -348,11 +355,11 @@ def check_syncs(bench: Bench) -> str:
             watching.enter_context(Reads())  # type: ignore[no-untyped-call]
         for batch in islice(batches, 8):
             training.run(batch)
-    return f"8 batches and steps without one, told by {'the device' if told else 'what the host reads'}"
+    return f"8 batches and steps without a sync, by {'sync debug mode' if told else 'watching reads of values'}"
 
 
 def check_memory(bench: Bench) -> str:
-    """Forty epochs hold no more memory than four."""
+    """Memory after 40 epochs is what it was after 4."""
     sampler, held = bench.sampler("memory", 16, 4, 8), []
     with bench.loader(sampler) as loader:
         batches = loader.forever()
@@ -365,14 +372,14 @@ def check_memory(bench: Bench) -> str:
 
 
 def difference(found: precache.Entries, right: precache.Entries) -> float:
-    """The largest difference of a tensor, as a part of its largest number. AssertionError for other keys."""
-    assert found.keys() == right.keys(), f"other keys: {found.keys() ^ right.keys()}"
+    """The largest difference of any tensor, relative to its largest value. AssertionError if the keys differ."""
+    assert found.keys() == right.keys(), f"the keys differ: {found.keys() ^ right.keys()}"
     pairs = [(found[key][name].float(), tensor.float()) for key, each in right.items() for name, tensor in each.items()]
     return max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
 
 
 def check_flags(bench: Bench) -> str:
-    """A trainer's settings for TF32 and cuDNN change no bit of what is stored."""
+    """A trainer's TF32 and cuDNN settings do not change a bit of the stored entries."""
     case = bench.case("flags", precache.models_of(), 8, torch.float32)
     before, precision = case.entries(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -385,10 +392,10 @@ def check_flags(bench: Bench) -> str:
 
 
 def check_numbers(bench: Bench) -> str:
-    """The device's moments in float32 without TF32 are the CPU's, but for rounding."""
+    """Moments in float32 without TF32 equal the CPU's up to rounding."""
     vae, pixels = tiny_part("vae"), torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8)
     right = encode_images(vae, pixels)
-    unpinned = patch.object(vae_module, "pinned_numerics", nullcontext)  # which would set TF32 for convolutions
+    unpinned = patch.object(vae_module, "pinned_numerics", nullcontext)  # it would enable TF32 for convolutions
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), unpinned, placed(vae, bench.device):
         found = encode_images(vae, pixels.to(bench.device)).cpu()
     worst = difference({"vae": {"moments": found}}, {"vae": {"moments": right}})
@@ -397,9 +404,9 @@ def check_numbers(bench: Bench) -> str:
 
 
 def check_halving(bench: Bench) -> str:
-    """A batch that does not fit is halved, and the entries are those of smaller batches.
+    """A batch that does not fit into memory is halved, and the entries equal those of smaller batches.
 
-    Where memory cannot be limited, or so finely as tiny sizes need it, the VAE refuses more than four images.
+    With --tiny, or if the device's memory cannot be limited, the VAE raises OutOfMemoryError above four images.
     """
     vae, sizes = bench.vae(bench.half), []
     case = bench.case("halving", precache.models_of(vae=vae), 8)
@@ -416,36 +423,38 @@ def check_halving(bench: Bench) -> str:
     def seen(encoder: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
         sizes.append(len(given[0]))
         if not limits and sizes[-1] > 4:
-            raise torch.OutOfMemoryError("as if there were no memory for more than four images")
+            raise torch.OutOfMemoryError("simulated: no memory for more than four images")
 
     vae.encoder.register_forward_pre_hook(seen)
     with room:
         worst = difference(case.entries(batch_size=8), right)
     assert sizes == [8, 4, 4], f"batches of {sizes}"
     assert worst <= 1e-2, f"a relative difference of {worst:.1e}"
-    return f"8 images, then 4 and 4 ({'memory was limited' if limits else 'a shortage was pretended'})"
+    return f"8 images, then 4 and 4 ({'with limited memory' if limits else 'with a simulated OutOfMemoryError'})"
 
 
 def check_hooks(bench: Bench) -> str:
-    """A VAE under accelerate's offload hook encodes what it does without, and is back on the CPU afterwards."""
+    """A VAE under accelerate's offload hook gives the same entries and ends on the CPU."""
     from accelerate import cpu_offload_with_hook
 
     vae = tiny_part("vae")
-    case = bench.case("hooks", precache.models_of(vae=vae), 4, torch.float32)  # in its own dtype, else a copy encodes
+    case = bench.case(
+        "hooks", precache.models_of(vae=vae), 4, torch.float32
+    )  # in its own dtype; otherwise a copy would encode
     right = case.entries()
     hooked, _ = cpu_offload_with_hook(vae, bench.device)
     assert difference(case.entries(), right) == 0
     where = {parameter.device.type for parameter in hooked.parameters()}
-    assert where == {"cpu"} and hasattr(hooked, "_hf_hook"), f"the VAE is left on {where}"
+    assert where == {"cpu"} and hasattr(hooked, "_hf_hook"), f"the VAE ended on {where}"
     return f"{len(right)} entries equal"
 
 
 def check_ddp(bench: Bench) -> str:
-    """DistributedDataParallel reduces gradients after a phase that parks all that it may, by one process."""
+    """DistributedDataParallel still reduces gradients after a phase that parks everything it may. One process."""
     distributed, rendezvous, buckets = torch.distributed, bench.folder / "ranks", list[int]()
     backend = {"cpu": "gloo", "cuda": "nccl"}.get(bench.device.type)
     if backend is None:
-        raise SkippedError(f"torch.distributed is tried on a CPU and with CUDA, and not on {bench.device.type}")
+        raise SkippedError(f"this check knows the backends for cpu and cuda, not for {bench.device.type}")
     distributed.init_process_group(backend, init_method=rendezvous.as_uri(), rank=0, world_size=1)
     try:
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(bench.device))
@@ -463,29 +472,29 @@ def check_ddp(bench: Bench) -> str:
     finally:
         distributed.destroy_process_group()
         rendezvous.unlink(missing_ok=True)
-    assert buckets, "its hooks are lost: training would go on without reducing"
+    assert buckets, "DDP lost its hooks: training would go on without reducing gradients"
     return f"{len(buckets)} bucket of gradients"
 
 
 def check_leaving(bench: Bench) -> str:
-    """A phase that swaps two parts, of which the device holds one, ends with the first one back in its place."""
+    """A phase that swaps two parts on a device with room for one ends with the first one back."""
     if bench.device.type == "cpu":
-        raise SkippedError("parts are parked on the CPU, which is the device here")
+        raise SkippedError("parts are parked on the CPU, which is the device itself")
     size = 1 << (12 if bench.tiny else 14)  # a part of 64 MiB or 1 GiB
     parts = {name: torch.nn.Linear(size, size, bias=False, device="cpu") for name in ("unet", "vae")}
     parts["vae"].requires_grad_(False)
     phases = Phases(parts, device=bench.device)
-    phases.start("train")  # with the part that is trained on the device
+    phases.start("train")  # the trained part is on the device
     limits = bench.can("set_per_process_memory_fraction")
     with bench.limited(parts["vae"].weight.nbytes / 2) if limits else nullcontext():
         with phases.enter(Phase(on_device=("vae",))):
             assert parts["vae"].weight.device == bench.device and parts["unet"].weight.device.type == "cpu"
         assert parts["unet"].weight.device == bench.device and parts["vae"].weight.device.type == "cpu"
-    return f"one part at a time{'' if limits else ', though the device has room for both'}"
+    return f"one part at a time{'' if limits else ' (memory was not limited)'}"
 
 
 def check_validation(bench: Bench) -> str:
-    """Training for six steps gives the same bits with validations in between, of which the first fills the cache."""
+    """Six training steps give the same bits with validations in between, the first of which fills the cache."""
     from train_lora import Options, train
 
     sizes = {"buckets": {"area": 4096, "step": 8}, "images": {"min_side": 8}}
@@ -529,7 +538,7 @@ CHECKS: dict[str, Callable[[Bench], str]] = {
 
 
 def checks(bench: Bench) -> None:
-    """Whether what the device computes and gives is right. All checks run; one that fails makes the part fail."""
+    """Run the correctness checks. All of them run; the part fails if one does."""
     for name in bench.options.check:
         try:
             outcome, text = "passed", CHECKS[name](bench)
@@ -550,7 +559,7 @@ def checks(bench: Bench) -> None:
 
 
 def ceilings(bench: Bench) -> None:
-    """What the card can do at best: copies in both directions, a matmul, convolutions."""
+    """The device's peak rates: copies in both directions, a matmul, convolutions."""
     for name, rate in bench.copy_rates.items():
         bench.add(name, rate / 1e9, "GB/s")
     side = 64 if bench.tiny else 8192
@@ -562,7 +571,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def rates(bench: Bench, name: str, sizes: Collection[int], encode: Callable[[int], Any], unit: str) -> dict[int, float]:
-    """How many items a second are encoded in batches of each size that fits into memory; noted with their peaks."""
+    """Items per second for each batch size that fits into memory. Records rates and peak memory."""
     found = {}
     for size in sorted(sizes):
         label, method = f"{name}batch {size}", partial(encode, size)
@@ -579,37 +588,47 @@ def rates(bench: Bench, name: str, sizes: Collection[int], encode: Callable[[int
 
 
 def vae(bench: Bench) -> None:
-    """Images per second of the VAE's encoder, by dtype and batch; and of precache with what it chooses."""
-    by_dtype: dict[torch.dtype, dict[int, float]] = {}
-    dtypes = (torch.float32,) if bench.device.type == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+    """Images per second of the VAE's encoder by dtype, memory layout and batch size, and of precache."""
+    is_cpu = bench.device.type == "cpu"
+    dtypes = (torch.float32,) if is_cpu else (torch.float32, torch.float16, torch.bfloat16)
     chosen = vae_batch_size(bench.device, bench.half, bench.side**2)[0]
     sizes = {chosen, *((1, 2) if bench.tiny else (1, 2, 4, 8, 16))}
     pixels = torch.randint(0, 256, (max(sizes), bench.side, bench.side, 3), dtype=torch.uint8).to(bench.device)
+    best = dict.fromkeys(dtypes, 0.0)
+    usual = 0.0
 
     def encode(model: Any, size: int) -> None:
         encode_images(model, pixels[:size])
 
-    for dtype in dtypes:
-        model = bench.vae(dtype).to(bench.device)
-        name = f"{dtype}, ".removeprefix("torch.")
-        by_dtype[dtype] = rates(bench, name, sizes, partial(encode, model), "images/s")
+    for dtype, layout in product(dtypes, LAYOUTS):
+        model = bench.vae(dtype).to(bench.device, memory_format=layout)
+        name = f"{dtype}, {layout}, ".replace("torch.", "")
+        per_s = rates(bench, name, sizes, partial(encode, model), "images/s")
+        if dtype is bench.half and layout is torch.contiguous_format:
+            usual = per_s[chosen]
+        best[dtype] = max(best[dtype], *per_s.values())
+        if not bench.tiny:
+            bench.add(f"{name}best", max(per_s.values()) * VAE_TFLOP["encode"], "TFLOP/s")
         del model
         bench.free()
-    best = {dtype: max(found.values()) for dtype, found in by_dtype.items()}
     if not bench.tiny:
         bench.add("best over a convolution", bench.over_conv(max(best.values()), "encode"), "", least=0.6)
-    share = by_dtype[bench.half][chosen] / best[bench.half]
-    bench.add(f"chosen (batch {chosen}) over the best of its dtype", share, "", least=0.97)
-    case = bench.case("vae", precache.models_of(vae=bench.vae(bench.half)), 4 if bench.tiny else 256)
-    found = precache.images_case(case)
-    per_s = found["per_s"]
-    bench.add("precache", per_s["run"], "images/s")
-    bench.add("precache over the encoder alone", found["fraction_of"]["encoder"]["median"], "", least=0.95)
-    bench.add("decoding threads over the encoder", per_s["decode"] / per_s["encoder"], "", least=1.0)
+    bench.add(
+        f"what precache uses (batch {chosen}) over the best of its dtype", usual / best[bench.half], "", least=0.97
+    )
+    models = precache.models_of(vae=bench.vae(bench.half))
+    for name, num_photos, photo_side in (("photos", 256, bench.side), ("photos of 12 megapixels", 128, 3500)):
+        case = bench.case(name, models, 4 if bench.tiny else num_photos, photo_side=200 if bench.tiny else photo_side)
+        found = precache.images_case(case)
+        per_s = found["per_s"]
+        bench.add(f"precache of {name}", per_s["run"], "images/s")
+        ceiling = min(per_s["encoder"], per_s["decode"])
+        bench.add(f"precache of {name} over its ceiling", per_s["run"] / ceiling, "", least=0.95)
+        bench.add(f"decoding {name} over the encoder", per_s["decode"] / per_s["encoder"], "", least=1.0)
 
 
 def text(bench: Bench) -> None:
-    """Captions per second of both text encoders, by batch; and of precache with what it chooses."""
+    """Captions per second of both text encoders by batch size, and of precache."""
     parts = bench.texts(bench.half)
     case = bench.case("text", precache.models_of(texts=parts), 1)
     chosen = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
@@ -617,20 +636,26 @@ def text(bench: Bench) -> None:
     encoders = [parts["text_encoder"], parts["text_encoder_2"]]
     ids = torch.randint(0, encoders[0].config.vocab_size - 2, (max(sizes), 77), device=bench.device)
 
+    family = case.models.family
+    recipe = family.text_recipe()
+    captions = family.tokenize(parts, [f"caption {number}" for number in range(chosen)])
+
     def encode(size: int) -> None:
         for encoder in encoders:
             encoder(ids[:size], output_hidden_states=True)
 
     with placed(encoders[0], bench.device), placed(encoders[1], bench.device), torch.no_grad():
         found = rates(bench, "", sizes, encode, "captions/s")
+        prompts = bench.seconds({"encode_prompt": lambda: family.encode_text(parts, captions, recipe)})
     bench.add(f"chosen (batch {chosen}) over the best", found[chosen] / max(found.values()), "", least=0.95)
+    bench.add("encode_prompt over the encoders alone", chosen / prompts["encode_prompt"] / found[chosen], "")
     run = precache.captions_case(case, 8 if bench.tiny else 8192)
     bench.add("precache", run["per_s"]["run"], "captions/s")
     bench.add("precache over the encoders alone", run["fraction_of"]["encoder"]["median"], "", least=0.9)
 
 
 def copies(bench: Bench) -> None:
-    """The loader's uploads against one copy of as many bytes from pinned memory."""
+    """The loader's uploads against one copy of the same number of bytes from pinned memory."""
     transfer = transfer_to(bench.device)
     mega = 1 << 12 if bench.tiny else 1 << 20
     for name, sizes, least in (
@@ -652,7 +677,7 @@ def copies(bench: Bench) -> None:
 
 
 def step(bench: Bench) -> None:
-    """Steps of a real LoRA with our loader and with a DataLoader, against as many with one batch on the device."""
+    """Real LoRA steps with our loader and with a DataLoader, against the same steps on one fixed batch."""
     training, num_steps = Step(bench), 2 if bench.tiny else 12
     sampler = bench.sampler("steps", 8 if bench.tiny else 512, 2 if bench.tiny else 4, bench.scale)
     dataset = sampler.dataset
@@ -674,7 +699,7 @@ def step(bench: Bench) -> None:
             training.run(batch)
 
     batches: dict[str, Any] = {"DataLoader": placed_batches()}
-    fixed = next(batches["DataLoader"])  # its workers are forked before our loader has a thread
+    fixed = next(batches["DataLoader"])  # forks its workers before our loader starts a thread
     batches["one batch"] = iter(lambda: fixed, None)
     training.run(fixed)
     with bench.loader(sampler) as loader:
@@ -691,7 +716,7 @@ def step(bench: Bench) -> None:
 
 
 def phases(bench: Bench) -> None:
-    """Switches between phases, with SDXL's parts: the UNet trained on the device, the others parked."""
+    """Phase switches with SDXL's parts: the UNet is trained on the device, the others are parked."""
     training = Step(bench)
     parts = {"unet": training.unet, "optimizer": training.optimizer, "vae": bench.vae(torch.float32)}
     parts |= {name: part for name, part in bench.texts(bench.train_dtype).items() if isinstance(part, torch.nn.Module)}
@@ -708,25 +733,45 @@ def phases(bench: Bench) -> None:
         with switches[name]():
             pass
 
+    bench.free()
+    reserved = bench.num_bytes("memory_reserved")
     taken = bench.seconds({name: partial(entered, name) for name in switches})
     for name, seconds in taken.items():
         bench.add(name, seconds, "s", most=0.15 if name == "enter and leave validate" else None)
         if name in lent:
-            ideal = sum(weight_bytes(parts[part]) for part in lent[name]) / bench.upload_rate
-            bench.add(f"{name}, over a copy at best", seconds / ideal, "", most=3.0)
+            size = sum(weight_bytes(parts[part]) for part in lent[name])
+            bench.add(f"{name}, rate", size / seconds / 1e9, "GB/s")
+            bench.add(f"{name}, over the fastest copy", seconds * bench.upload_rate / size, "", most=3.0)
+        if bench.can("max_memory_allocated"):
+            bench.add(
+                f"{name}: leaving's peak over entering's", leaving_over_entering(bench, switches[name]()), "", most=1.01
+            )
+    bench.free()
+    bench.add(
+        "memory reserved after the switches over before", bench.num_bytes("memory_reserved") / reserved, "", most=1.01
+    )
     with bench.loader(bench.sampler("phases", 8, 2 if bench.tiny else 4, bench.scale)) as loader:
         batch = next(loader.forever())
     usual = bench.seconds({"step": partial(training.run, batch)})["step"]
     entered("enter and leave validate")
     first = seconds_of(lambda: bench.end(partial(training.run, batch)))
-    bench.add("first step after a phase over a usual one", first / usual, "", most=1.3)
+    bench.add("first step after a phase over a typical one", first / usual, "", most=1.3)
     if bench.can("memory_stats"):
         retries = bench.module.memory_stats(bench.device).get("num_alloc_retries", 0)
-        bench.add("allocations that were tried again", retries, "", most=0)
+        bench.add("allocation retries", retries, "", most=0)
+
+
+def leaving_over_entering(bench: Bench, phase: AbstractContextManager[Any]) -> float:
+    """Peak memory while leaving a phase, divided by the peak while entering it."""
+    peaks = []
+    for method in (phase.__enter__, partial(phase.__exit__, None, None, None)):
+        bench.peak_of(method)
+        peaks.append(bench.num_bytes("max_memory_allocated"))
+    return peaks[1] / peaks[0]
 
 
 def decode(bench: Bench) -> None:
-    """Decoding a sample image, whole and in tiles."""
+    """Decode a sample image, whole and in tiles."""
     model = bench.vae(bench.half).to(bench.device)
     latents = torch.randn(1, 4, bench.side // 8, bench.side // 8, device=bench.device)
     ways: dict[str, Callable[[], Any]] = {
@@ -741,11 +786,11 @@ def decode(bench: Bench) -> None:
 
 
 def checkpoint(bench: Bench) -> None:
-    """Saving and loading what a LoRA trains with its optimizer, and the whole UNet."""
+    """Save and load a LoRA with its optimizer, and the whole UNet."""
     training, path = Step(bench), bench.folder / "checkpoint"
     for parameter in training.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    training.optimizer.step()  # which makes its moments
+    training.optimizer.step()  # creates the moments
     named = training.unet.named_modules()
     lora = {name.replace(".", "/"): each for name, each in named if name.endswith(("lora_A", "lora_B"))}
     for name, state in (
@@ -769,7 +814,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts, and collect the figures, what failed, and how long each took."""
+    """Run the parts. Returns the figures, the failures and the seconds of each part."""
     bench = Bench(folder, options)
     failed, seconds = {}, {}
     for name in options.part:
@@ -793,7 +838,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.device = str(device_named(options.device))
     if options.device == "cpu" and not options.tiny:
-        parser.error("there is no accelerator here, and a CPU takes hours at these sizes: give --tiny --device cpu")
+        parser.error("there is no accelerator, and a CPU takes hours at these sizes: give --tiny --device cpu")
     return 1 if run_in_folder(run, options)["failed"] else 0
 
 

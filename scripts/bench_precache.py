@@ -138,19 +138,21 @@ def models_of(vae: AutoencoderKL | None = None, texts: Mapping[str, Any] | None 
 
 
 def make_photos(folder: Path, num_photos: int, size: int) -> list[Path]:
-    """Square JPEG files, no two of them alike, with as much detail as photographs have."""
+    """Write square JPEG files with as much detail as photographs have, no two of them alike."""
     folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    canvas = _canvas(generator, size)
-    paths = []
-    for number in range(num_photos):
-        # Turned, rolled and tinted: drawing each by itself would take longer than all that is measured.
+    canvas = _canvas(np.random.default_rng(0), size)
+
+    def make(number: int) -> Path:
+        # Rotated, rolled and tinted: drawing each from scratch would take longer than the benchmark.
+        generator = np.random.default_rng(number)
         pixels = np.roll(np.rot90(canvas, number % 4), int(generator.integers(size)), axis=number % 2)
-        tint = generator.integers(0, 24, 3)
         path = folder / f"{number:05d}.jpg"
-        Image.fromarray((pixels // 8 * 7 + tint).astype(np.uint8)).save(path, quality=JPEG_QUALITY)
-        paths.append(path)
-    return paths
+        tinted = pixels // 8 * 7 + generator.integers(0, 24, 3, dtype=np.uint8)
+        Image.fromarray(tinted).save(path, quality=JPEG_QUALITY)
+        return path
+
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        return list(executor.map(make, range(num_photos)))
 
 
 def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
@@ -273,7 +275,8 @@ def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]
 
 def images_case(case: Case) -> dict[str, Any]:
     """`run` against the encoder and the decoders, all over the photos of the case."""
-    pixels = [torch.from_numpy(case.read(path)) for path in case.paths]
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        pixels = [torch.from_numpy(array) for array in executor.map(case.read, case.paths)]
     group_size = choose_encodings(case.config(), case.models, {}).image_group_size
     batch_size, _ = vae_batch_size(case.device, case.dtype, case.side**2)
     batches = [torch.stack(list(batch)).to(case.device) for batch in chunks(pixels, group_size, batch_size)]

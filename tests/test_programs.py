@@ -60,11 +60,11 @@ def test_a_benchmark_measures_what_it_says(script: str, parts: tuple[str, ...], 
 
 FIGURES = {
     "ceilings": {"host to device, pageable", "convolution, bfloat16, channels_last"},
-    "vae": {"float32, batch 2", "precache over the encoder alone"},
-    "text": {"batch 4", "precache over the encoders alone"},
+    "vae": {"float32, channels_last, batch 2", "precache of photos of 12 megapixels over its ceiling"},
+    "text": {"batch 4", "encode_prompt over the encoders alone", "precache over the encoders alone"},
     "copies": {"batch of 16 over one copy", "clip over one copy"},
     "step": {"step with the loader over one batch", "step with the DataLoader over one batch"},
-    "phases": {"lend the VAE", "park all and bring it back"},
+    "phases": {"lend the VAE, rate", "park all and bring it back"},
     "decode": {"decode an image whole", "decode an image in tiles"},
     "checkpoint": {"load a LoRA and AdamW, over a pageable copy", "load the UNet, over a pageable copy"},
 }
@@ -84,7 +84,7 @@ def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(parts: tuple[str, .
 def test_the_checks_for_a_card_run_on_the_cpu_but_for_one(tmp_path: Path) -> None:
     result = run("bench_cuda", tmp_path, "--json", "--device", "cpu", "--part", "checks")
     here = ("batches", "syncs", "memory", "flags", "numbers", "halving", "hooks", "ddp", "validation")
-    skipped = "skipped", "parts are parked on the CPU, which is the device here"
+    skipped = "skipped", "parts are parked on the CPU, which is the device itself"
     found = {name: (check["outcome"], check["text"]) for name, check in result["checks"].items()}
     assert found.pop("leaving") == skipped
     assert found.keys() == {*here} and {outcome for outcome, _ in found.values()} == {"passed"}, found
