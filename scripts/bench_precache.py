@@ -1,21 +1,20 @@
-"""How near precaching comes to its ceiling: the encoder alone, or the decoders alone, whichever is the slower part.
+"""Throughput of precaching relative to its ceiling: the slower of the encoder alone and image decoding alone.
 
     python scripts/bench_precache.py              # a table; about ten minutes on two cores
     python scripts/bench_precache.py --json       # one document
     python scripts/bench_precache.py --tiny       # for correctness only
 
-Each figure is a ratio of two times of one round; methods take turns. All are measured with OMP_WAIT_POLICY=passive,
-unless it is set, because `latentcache precache` sets it. `run` is the real `run_precache` into a new cache
-on disk: planning, decoding, encoding, writing with fsync, the manifests. What does not grow with the dataset is not in
-it: loading the models (reported apart) and making the databases of a new cache. Its ceilings:
+Each figure is the ratio of two times from the same round; the methods alternate. OMP_WAIT_POLICY=passive is set unless
+it is set already, as `latentcache precache` does. `run` is the real `run_precache` into a new cache on disk: planning,
+decoding, encoding, writing with fsync, manifests. It excludes fixed costs: loading the models (reported separately) and
+creating the cache's databases. Its ceilings:
 
-encoder      the same encoder, settings and batches over tensors that lie on the device already, and nothing else
-decode       read, hash, decode and resize by as many threads as there are cores, and nothing else
+encoder      only the encoder, with the same settings and batches, on tensors that are already on the device
+decode       only reading, hashing, decoding and resizing, with one thread per core
 
-Cases: `encoder_bound` (SDXL's VAE, on a CPU with a fraction of the channels), `decode_bound` (a tiny VAE, large
-JPEGs), `captions` (both text encoders). On a CPU what is decoded is taken from the encoder, so the case is chosen such
-that decoding is a small share of the work. bench_cuda.py measures the same on an accelerator, at
-SDXL's own sizes.
+Cases: `encoder_bound` (SDXL's VAE with a fraction of its channels), `decode_bound` (a tiny VAE, large JPEGs),
+`captions` (both text encoders). On a CPU decoding competes with the encoder for cores, so decoding is kept a small part
+of `encoder_bound`. bench_cuda.py measures the same on an accelerator at SDXL's full size.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Size
 
 WANTED = {"encoder_bound": 0.95, "decode_bound": 0.9, "captions": 0.95}
-"""Fractions of the ceiling."""
+"""Goals, as fractions of the ceiling."""
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
 
@@ -68,7 +67,7 @@ Entries = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class TextShape(NamedTuple):
-    """One CLIP text encoder."""
+    """Dimensions of a CLIP text encoder."""
 
     hidden_size: int
     num_layers: int
@@ -77,13 +76,13 @@ class TextShape(NamedTuple):
 
 
 SDXL_VAE = (128, 256, 512, 512)
-"""Channels of each level."""
+"""Channels per level."""
 CLIP_L = TextShape(768, 12, 12, "quick_gelu")
 CLIP_BIG_G = TextShape(1280, 32, 20, "gelu")
 
 
 def make_vae(channels: tuple[int, ...], dtype: torch.dtype, tile: int = 512) -> AutoencoderKL:
-    """A VAE as SDXL's but for its channels and the side of its tiles, with random weights: CPU, frozen, eval."""
+    """SDXL's VAE with other channels and tile sides and with random weights, on the CPU, frozen, in eval mode."""
     with seeded(0):
         vae = AutoencoderKL(
             block_out_channels=channels,
@@ -100,7 +99,7 @@ def make_vae(channels: tuple[int, ...], dtype: torch.dtype, tile: int = 512) -> 
 
 
 def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> dict[str, Any]:
-    """Both text encoders with random weights, and byte tokenizers: no vocabulary has to be downloaded."""
+    """Both text encoders with random weights, and byte tokenizers, which need no downloaded vocabulary."""
     tokenizers = [tiny_parts()[name] for name in ("tokenizer", "tokenizer_2")]
     with seeded(0):
         encoders: list[Any] = [
@@ -128,7 +127,7 @@ def _text_config(shape: TextShape, vocab_size: int) -> CLIPTextConfig:
 
 
 def models_of(vae: AutoencoderKL | None = None, texts: Mapping[str, Any] | None = None) -> LoadedModels:
-    """These parts, and tiny ones in place of those that are not given."""
+    """Models with these parts; the others are tiny."""
     parts = tiny_parts()
     if vae is not None:
         parts["vae"] = vae
@@ -156,7 +155,7 @@ def make_photos(folder: Path, num_photos: int, size: int) -> list[Path]:
 
 
 def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
-    """Noise at every scale, the coarser the stronger, as in natural images. uint8 [size, size, 3]."""
+    """Noise at every scale, stronger at coarse scales, as in natural images. uint8 [size, size, 3]."""
     total = np.zeros((size, size, 3), np.float32)
     step, strength = 2, 60.0
     while step <= size:
@@ -172,9 +171,10 @@ def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
 
 
 class Case:
-    """New photos, models, and runs of precache over them, each into a cache of its own.
+    """New photos and models, and runs of precache over them, each into a new cache.
 
-    `side` is that of the bucket, `photo_side` that of the JPEG files. Of `options` device, dtype and repetitions count.
+    `side` is the side of the bucket and `photo_side` that of the JPEG files, in pixels. `options` gives the device, the
+    dtype and the repetitions.
     """
 
     def __init__(
@@ -210,28 +210,28 @@ class Case:
 
     @contextmanager
     def _done(self, **encode: Any) -> Iterator[tuple[Report, Workspace]]:
-        """A whole run into a new cache that is open already, and is deleted after the block."""
+        """Run precache into a new cache, which is deleted after the block."""
         config = self.config(**encode)
         with open_workspace(config.cache) as workspace:
             report = run_precache(config, models=self.models, workspace=workspace)
             if report.refused or report.num_encoded != report.num_misses:
-                raise RuntimeError(f"the run is no measure: {report.to_text()}")
+                raise RuntimeError(f"the run is not valid as a measurement: {report.to_text()}")
             yield report, workspace
         shutil.rmtree(config.cache.path)
 
     def run(self) -> float:
-        """Seconds of a run, without loading the models."""
+        """Seconds of a run, excluding loading the models."""
         with self._done() as (report, _):
             return report.seconds["total"] - report.seconds["load"]
 
     def entries(self, **encode: Any) -> Entries:
-        """What a run makes, with further settings of `encode`: key -> tensors by name."""
+        """Tensors of the entries that a run makes, by key. `encode` overrides settings of that section."""
         with self._done(**encode) as (_, workspace):
             store = workspace.store
             return {key: {name: each.clone() for name, each in store.get(key).tensors.items()} for key in store.keys()}
 
     def read(self, path: Path) -> np.ndarray:
-        """What a decoding thread does."""
+        """Do the work of a decoding thread on one file."""
         data = path.read_bytes()
         digest(data)
         pixels = decode(data, str(path), ImagesConfig(min_side=8))
@@ -241,7 +241,7 @@ class Case:
 
 
 def chunks(items: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
-    """The items in groups, and the groups in batches, as a plan forms them."""
+    """Split items into groups of the first size, and these into batches of the next, as a plan does."""
     if not sizes:
         yield items
         return
@@ -250,7 +250,7 @@ def chunks(items: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
 
 
 def alone(encode: Callable[[Any], object], batches: Sequence[Any], device: torch.device) -> float:
-    """Seconds of an encoder over batches that lie on the device."""
+    """Seconds of an encoder over batches that are already on the device."""
     synchronize = torch.get_device_module(device).synchronize
     encode(batches[0])
     synchronize(device)
@@ -262,8 +262,8 @@ def alone(encode: Callable[[Any], object], batches: Sequence[Any], device: torch
 
 
 def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
-    """A run and its ceilings, over so many items."""
-    case.run()  # the first one imports, allocates and compiles
+    """Measure a run over `count` items and its ceilings."""
+    case.run()  # the first run imports, allocates and compiles
     methods = {"run": case.run, **methods}
     seconds = in_turns(methods, case.options.repetitions, clock=lambda method: method())
     return {
@@ -274,7 +274,7 @@ def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]
 
 
 def images_case(case: Case) -> dict[str, Any]:
-    """`run` against the encoder and the decoders, all over the photos of the case."""
+    """`run` against the encoder and the decoders, over the photos of the case."""
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         pixels = [torch.from_numpy(array) for array in executor.map(case.read, case.paths)]
     group_size = choose_encodings(case.config(), case.models, {}).image_group_size
@@ -294,9 +294,9 @@ def images_case(case: Case) -> dict[str, Any]:
 
 
 def captions_case(case: Case, num_captions: int) -> dict[str, Any]:
-    """`run` over so many captions of the first photo, against the text encoders alone.
+    """`run` over `num_captions` captions of the first photo, against the text encoders alone.
 
-    Captions have some words each, no two the same. The run encodes the empty caption too, so it is one of them here.
+    Captions have a few words each and are unique. The run also encodes the empty caption, so it is included here.
     """
     generator = np.random.default_rng(1)
     captions = [""]
@@ -324,9 +324,9 @@ def captions_case(case: Case, num_captions: int) -> dict[str, Any]:
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All cases, each in a folder of its own."""
+    """All cases, each in its own folder."""
     dtype = DTYPES[options.dtype]
-    # Numbers of images, photos and captions; sides of square images, of the bucket and of the JPEG.
+    # Numbers of images, photos and captions; sides of the square bucket and of the JPEG files.
     num_images, num_photos, num_captions = (3, 3, 5) if options.tiny else (32, 48, 192)
     side, photo_side, channels = (64, 200, (8, 8, 16, 16)) if options.tiny else (256, 3500, (64, 128, 256, 256))
     encoders = TextShape(256, 12, 4, "quick_gelu"), TextShape(384, 16, 6, "gelu")

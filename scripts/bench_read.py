@@ -1,26 +1,25 @@
-"""How long a batch takes to come back: against a copy from memory, trainers' files, the disk, and a step of training.
+"""Read latency of a batch, against a memcpy, trainers' file formats, the raw disk and a training step.
 
     python scripts/bench_read.py                   # all parts; minutes, 15 GB of disk, as much of page cache
     python scripts/bench_read.py --part warm       # one part
     python scripts/bench_read.py --json            # one document
     python scripts/bench_read.py --tiny            # for correctness only
 
-The samples are those of 1024x1024: mean latents, prompt_embeds and pooled_prompt_embeds in float16, 438.5 KiB, in
-random order; what is read is compared with what was stored. Peers keep a file of latents and a file of text embeddings
-for each sample, as kohya's sd-scripts, SimpleTuner, ai-toolkit and OneTrainer do.
+Samples have the size of 1024x1024: mean latents, prompt_embeds and pooled_prompt_embeds in float16, 438.5 KiB. They are
+read in random order, and values are checked. Peers keep one file of latents and one of text embeddings per sample, as
+kohya's sd-scripts, SimpleTuner, ai-toolkit and OneTrainer do.
 
-warm   each pass comes directly after an untimed one. The limit copies the same rows in the same order, in one thread,
-       from anonymous memory into tensors that are there already. A pass at the memory's pace takes some 20 ms, in which
-       a virtual machine is often disturbed, so there are five times as many rounds of them
-cold   before each pass the files are dropped from the page cache, free memory is touched (`take_back` says why), and
-       the cache is opened again, so digests are compared too
-packs  pack order, cold, over a whole epoch, against `cat` of the packs to /dev/null
-wait   how long `next` on a loader takes, as a part of a step of 40 ms, which sleeps, as the host does while an
-       accelerator works; from dropped files, and in the epoch after that. The first batch does not count
-tier   an epoch of LatentLoader on `latentcache serve`, with a local tier that has all samples, against the cache's own
-       directory
+warm   every timed pass directly follows an untimed one. The limit copies the same rows in the same order, in one
+       thread, from anonymous memory into existing tensors. Passes at memory speed take only 20 ms, which a virtual
+       machine often disturbs, so they get five times as many rounds
+cold   before each pass the files are dropped from the page cache, free memory is touched (see `take_back`) and the
+       cache is reopened, so digests are verified too
+packs  a cold epoch in pack order, against `cat` of the packs to /dev/null
+wait   time in `next` on a loader as a share of a step of 40 ms, which sleeps as the host does while an accelerator
+       works: from dropped files, and in the following epoch. The first batch does not count
+tier   an epoch of LatentLoader on `latentcache serve` with a warm local tier, against the cache's own directory
 
-The host of a virtual machine may still hold files that were dropped: trust the ratios.
+The host of a virtual machine may still cache dropped files, so trust the ratios rather than the times.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLo
 
 BATCH = 16
 NUM_REPEATED = 256
-"""Values of which samples of the cold parts are made: how many there are says how much memory is needed."""
+"""Distinct values in the cold parts; bounds the memory that they need."""
 ROUNDS_AT_PACE = 5
-"""How many times as many rounds what reads at the memory's pace gets."""
+"""Factor on the number of rounds of methods that run at memory speed."""
 STOP_S = 30.0
 TINY_SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "image": {"latents": (4, 8, 8)},
@@ -87,7 +86,7 @@ Load = Callable[[Path], Tensors]
 
 
 class Samples:
-    """The values: for each field a tensor [n, *shape]. Sample `number` has row `number % n`."""
+    """The values: a tensor [n, *shape] per field. Sample `number` has row `number % n`."""
 
     def __init__(self, options: argparse.Namespace, num_values: int):
         self.num_samples = options.num_samples
@@ -102,17 +101,17 @@ class Samples:
         self.row_bytes = sum(rows[0].nbytes for rows in self.rows.values())
 
     def values(self, number: int) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by kind. They are copies: of a view, all that it is a view of would be saved."""
+        """Tensors by kind. They are copies, because saving a view would save its whole base."""
         row = number % len(next(iter(self.fields.values())))
         return {kind: {name: self.fields[name][row].clone() for name in names} for kind, names in self.shapes.items()}
 
     def write(self, path: Path) -> list[Path]:
-        """A cache of all samples. Returns its packs."""
+        """Write a cache of all samples. Returns its packs."""
         write_cache(path, self.num_samples, self.values)
         return sorted((path / "packs").glob("*/*"))
 
     def check(self, batch: Mapping[str, Any]) -> None:
-        """A benchmark of wrong values is worth nothing."""
+        """AssertionError if the batch has wrong values."""
         for name, field in self.fields.items():
             assert torch.equal(batch[name], field[[int(each) % len(field) for each in batch["sample_id"]]]), name
 
@@ -122,13 +121,13 @@ def as_rows(tensor: torch.Tensor) -> np.ndarray:
 
 
 def batches_of(options: argparse.Namespace, seed: int, batch_size: int = BATCH) -> Batches:
-    """Random samples, none twice, in whole batches."""
+    """Batches of random samples without repetition."""
     order = random.Random(seed).sample(range(options.num_samples), options.num_read)
     return [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
 
 
 def limit(samples: Samples, batch_size: int) -> Method:
-    # Zeros are not touched yet: the untimed pass does it.
+    # np.zeros allocates lazily; the untimed pass touches the pages.
     fields = [(np.zeros((batch_size, rows[0].nbytes), np.uint8), rows) for rows in samples.rows.values()]
 
     def read(batches: Batches) -> None:
@@ -149,7 +148,7 @@ def ours(cache: LatentCache) -> Method:
 
 
 def loader(dataset: LatentDataset, batch_size: int, check: Callable[[Mapping[str, Any]], None]) -> Method:
-    """Batches in the sampler's own order, without prefetch. Those of two epochs are checked first."""
+    """Batches in the sampler's order, without prefetching. Two epochs are checked first."""
     made = LatentLoader(BucketBatchSampler(dataset, batch_size, drop_last=True), device="cpu", prefetch=0)
     batches = made.forever()
     for _ in range(2 * len(made)):
@@ -177,7 +176,7 @@ def load_npz(path: Path) -> Tensors:
 
 
 def pickling_diskcache(folder: Path) -> tuple[Save, Load]:
-    """A diskcache with its default pickling. Nothing is ever evicted: by default it drops entries beyond 1 GiB."""
+    """A diskcache with its default pickling, but without its default limit of 1 GiB."""
     cache = diskcache.Cache(str(folder), size_limit=1 << 50, cull_limit=0)
     return lambda tensors, path: cache.set(path.name, tensors), lambda path: cache[path.name]
 
@@ -194,7 +193,7 @@ PEERS: dict[str, Callable[[Path], tuple[Save, Load]]] = {
 
 
 def make_peer(folder: Path, samples: Samples, name: str) -> Method:
-    """Keep the samples as a peer does, a file (or a value) of latents and one of text embeddings; what reads them."""
+    """Save the samples as a peer does: one file (or value) of latents and one of text embeddings each."""
     folder.mkdir()
     save, load = PEERS[name](folder)
     places = [[folder / f"{number}.{kind}" for kind in samples.shapes] for number in range(samples.num_samples)]
@@ -267,10 +266,10 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def take_back(num_bytes: int) -> None:
-    """Touch so many bytes of free memory, and free them again.
+    """Touch `num_bytes` of free memory and free it again.
 
-    Why: the host of a virtual machine takes free memory back after a while, and each page of it costs a fault when it
-    is used again. On bare metal it does not go away.
+    The host of a virtual machine reclaims free memory after a while, and using such a page again costs a fault in the
+    host. Bare metal has no such cost.
     """
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         for offset in range(0, num_bytes, mmap.PAGESIZE):
@@ -278,7 +277,7 @@ def take_back(num_bytes: int) -> None:
 
 
 class Cold:
-    """Ways of reading a cache, each pass over files that were dropped. They return the seconds of a pass."""
+    """Methods of reading a cache after dropping its files. Each returns the seconds of a pass."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.path, self.options = folder / "cache", options
@@ -287,7 +286,7 @@ class Cold:
 
     def timed(self, files: Sequence[Path], read: Callable[[], Any]) -> float:
         drop(files)
-        take_back(2 * self.options.num_read * self.samples.row_bytes)  # for the page cache, and for what is made of it
+        take_back(2 * self.options.num_read * self.samples.row_bytes)  # for the page cache and the batches
         return seconds_of(read)
 
     def batch(self, number: int) -> float:
@@ -322,7 +321,7 @@ class Cold:
         return self.timed(self.packs, lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
 
     def measure(self, runs: Mapping[str, Callable[[int], float]]) -> dict[str, list[float]]:
-        """Seconds of each way in each round, which has a number."""
+        """Seconds of each method in each round. Methods are called with the round's number."""
         numbers = {name: iter(range(self.options.repetitions)) for name in runs}
         methods = {name: lambda name=name: runs[name](next(numbers[name])) for name in runs}
         return in_turns(methods, self.options.repetitions, clock=lambda method: method())
@@ -353,7 +352,7 @@ def packs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     seconds = ways.measure(
         {"cat": ways.cat, "packs": partial(ways.loader, num_read=num_samples, order="packs")},
     )
-    # Bytes a second against those of cat, which reads keys and records too.
+    # cat also reads keys and records, so its time is scaled to the payload.
     payload = ways.samples.row_bytes * num_samples / sum(path.stat().st_size for path in ways.packs)
     return {
         "of_cat": ratios([each * payload for each in seconds["cat"]], seconds["packs"]),
@@ -367,7 +366,7 @@ def packs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def wait(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The share of waiting in training steps, by epochs that come from the disk and from memory."""
+    """The share of a training step spent waiting, in an epoch from the disk and in one from memory."""
     ways, step_s = Cold(folder, options), 0.002 if options.tiny else 0.04
     means: dict[str, list[float]] = {"cold": [], "warm": []}
     waits: dict[str, list[float]] = {"cold": [], "warm": []}
@@ -376,7 +375,7 @@ def wait(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         sampler = BucketBatchSampler(LatentDataset(ways.path), BATCH, seed=seed)
         with LatentLoader(sampler, device="cpu") as made:
             for name in means:
-                batches = iter(made)  # of the same epoch
+                batches = iter(made)  # the same epoch again
                 next(batches)
                 taken = []
                 for _ in range(options.num_read // BATCH - 1):
@@ -399,7 +398,7 @@ def wait(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def served(cache: Path, log: Path) -> Iterator[str]:
-    """The URL of `latentcache serve` for the block."""
+    """Run `latentcache serve` inside the block. Yields its URL."""
     line = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
     with open(log, "wb") as errors:
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -428,7 +427,7 @@ def tier(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         ways = {}
         for name, dataset in datasets.items():
             made = LatentLoader(BucketBatchSampler(dataset, BATCH, seed=0), device="cpu")
-            for batch in made:  # which fills the tier
+            for batch in made:  # fills the tier
                 samples.check(batch)
             ways[name] = partial(epoch, made)
         seconds = in_turns(ways, options.repetitions, warm=True)
@@ -447,7 +446,7 @@ PARTS = {"warm": warm, "cold": cold, "packs": packs, "wait": wait, "tier": tier}
 def main() -> None:
     parser = make_parser(__doc__, PARTS)
     parser.add_argument("--num_samples", type=int, default=4000)
-    parser.add_argument("--window", type=int, default=4, help="packs that pack order mixes (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=4, help="packs mixed by pack order (default: %(default)s)")
     options = parse(parser)
     options.num_read, options.batch_sizes = 1024, [4, 16, 64]
     if options.tiny:

@@ -1,20 +1,18 @@
-"""How a cache grows: its index, a manifest, and planning an unchanged dataset.
+"""Scaling with the number of entries: the index, a manifest, and planning an unchanged dataset.
 
     python scripts/bench_scale.py                  # all parts; half an hour, 1 GB of disk
     python scripts/bench_scale.py --part index     # one part: a minute and 100 MB
     python scripts/bench_scale.py --json           # one document
     python scripts/bench_scale.py --tiny           # for correctness only
 
-index     opening, memory, finding, looking up and adding, from ten thousand entries to a million. The rows are those of
-          1024x1024 samples: half image entries (moments), half text entries (two fields), in packs of 64 MiB. The packs
-          themselves are empty files of the right size: nothing here reads a payload
-manifest  a manifest of a million samples is read, and compared with its digest
-replan    a folder of 10,000 and of 100,000 small PNG files with captions whose entries are in the cache:
-          `run_precache(dry_run=True)`, which is what `latentcache precache --dry-run` does before it says that there is
-          nothing to do
+index     open, find, look up and add, and memory, for ten thousand to a million entries: half images (moments) and half
+          texts (two fields) of 1024x1024 samples, in packs of 64 MiB. The packs are sparse files of the right size, as
+          nothing here reads a payload
+manifest  read a manifest of a million samples and verify its digest
+replan    `run_precache(dry_run=True)` on 10,000 and 100,000 small PNG files with captions that are all cached: the time
+          of `latentcache precache --dry-run` until it reports that there is nothing to do
 
-Each measurement runs in a process of its own, the page cache being warm. `peak_mb` is that of the whole process, of
-which Python with the package takes some 500.
+Each measurement runs in its own process with a warm page cache. `peak_mb` includes Python and the package, about 300.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def key_of(number: int) -> str:
 
 
 def rows(end: int) -> Iterator[PackRow]:
-    """What packs of 64 MiB with the entries 0 ... end - 1 would say, half of them images."""
+    """Index rows of packs of 64 MiB with the entries 0 ... end - 1, half of them images."""
     for fields, start, stop in ((IMAGE, 0, end // 2), (TEXT, end // 2, end)):
         num_rows = PACK_BYTES // sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in fields.values())
         for begin in range(start, stop, num_rows):
@@ -122,7 +120,7 @@ def index(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        DiskStore(folder).close()  # imports and first calls
+        DiskStore(folder).close()  # warms imports and first calls
     gc.collect()
     before = memory_bytes("VmRSS")
     figures: dict[str, float] = {}
@@ -142,7 +140,7 @@ def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
     assert len(found) == num_entries and store.look_up(wanted[:1])[0] is not None
     first = num_entries * 2 + seed * 2 * PACK_ROWS
-    for _ in range(2):  # the first change of a process writes the settings too
+    for _ in range(2):  # a process's first change also writes diskcache's settings
         row = row_of(IMAGE, range(first, first + PACK_ROWS))
         make_file(store, row)
         start = time.perf_counter()
@@ -189,7 +187,7 @@ def measure_manifest(root: Path, num_samples: int, seed: int) -> dict[str, float
 def config_of(root: Path) -> Config:
     source = {"kind": "folder", "path": str(root / "photos")}
     dataset = {"name": "photos", "source": source, "images": {"min_side": 8}}
-    model = {"path": "tiny-photos"}  # a folder, as a user has one: its facts are in the memo
+    model = {"path": "tiny-photos"}  # a folder like a user's, so the memo holds its digests
     return parse_config({"cache": {"path": str(root / "cache")}, "model": model, "datasets": [dataset]})
 
 
@@ -199,7 +197,7 @@ def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for size in TINY_REPLAN_SIZES if options.tiny else REPLAN_SIZES:
         make_photos(folder / "photos", first, size)
         first = size
-        time.sleep(SETTLED_NS / 1e9)  # a file that was written just now is not remembered
+        time.sleep(SETTLED_NS / 1e9)  # files that were just written are not memoised
         fill(config_of(folder))
         if not options.tiny:
             repeat("replan", 1, folder, size)  # warms the page cache
@@ -208,7 +206,7 @@ def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_photos(folder: Path, first: int, end: int) -> None:
-    """Small images, each with bytes of its own, with captions, 1,000 to a folder."""
+    """Write small, distinct images with captions, 1,000 per folder."""
     image = Image.new("RGB", (64, 64), (120, 130, 140))
     for number in range(first, end):
         parent = folder / f"{number // 1000:04d}"
@@ -219,8 +217,8 @@ def make_photos(folder: Path, first: int, end: int) -> None:
 
 
 def fill(config: Config) -> None:
-    """Make every key of the plan an entry, and write the manifests: as a precache run leaves the cache."""
-    # These import the models' code: only this part pays for it.
+    """Store an entry for every key of the plan and write the manifests, as a precache run does."""
+    # Imported here because they import diffusers, which other parts do not need.
     from latentcache.precache.encodings import choose_encodings, load_models
     from latentcache.precache.plan import make_plan
     from latentcache.precache.workspace import open_workspace
@@ -238,7 +236,7 @@ def fill(config: Config) -> None:
 
 
 def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
-    import latentcache.precache.encodings  # noqa: F401 - it takes a second, which is not the plan's
+    import latentcache.precache.encodings  # noqa: F401 - its import takes a second that is not planning
     from latentcache.precache.run import run_precache
 
     config = config_of(root)

@@ -4,12 +4,12 @@
     python scripts/bench_write.py --json       # one document
     python scripts/bench_write.py --tiny       # for correctness only
 
-Entries are those of 1024x1024 in float16: latents alone (128 KiB), and whole samples, which are two entries each as in
-a precached dataset: latents, and prompt_embeds with pooled_prompt_embeds (310.5 KiB). 1, 2 and 4 processes write at the
-same time into one cache or folder: a round's time is from the first start to the last end, when everything is durable.
-Opening a cache and making the entries is not timed. Each round has fresh folders, nothing is deleted between rounds,
-and what others left unwritten is synced before the clock starts. Files, one for each entry, are written as a temporary
-sibling, fsynced and renamed, and their folder is fsynced, without which a power cut can take the name away.
+Entries have the size of 1024x1024 samples in float16. `latents` are image entries (128 KiB); `samples` alternate them
+with text entries (prompt_embeds and pooled_prompt_embeds, 310.5 KiB). 1, 2 and 4 processes write at once into one cache
+or folder. A round lasts from the first start to the last end, when everything is durable.
+Opening a cache and creating the entries is not timed. Each round uses new folders, nothing is deleted between rounds,
+and dirty pages are synced before the clock starts. `files` writes one file per entry: to a temporary sibling, with an
+fsync, a rename and an fsync of the folder, without which a power cut can lose the name.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from latentcache.types import Entry, Record
 
 NUM_PROCESSES = (1, 2, 4)
 CASES = {"latents": ("image",), "samples": ("image", "text")}
-"""The kinds of entries that are written, in turns."""
+"""Kinds of entries in each case; they alternate."""
 WANTED_TIMES = 3.0
 START_S = 300.0
-"""How long processes wait for each other: when one has failed, the others must not wait for ever."""
+"""Timeout of the barrier, so that no process waits forever for one that failed."""
 SETTLE_S = 10.0
-"""After deleting a section's files: with `discard`, the disk is busy with them for a while."""
+"""Pause after deleting files: a disk mounted with `discard` stays busy for a while."""
 
 Write = Callable[[Sequence[Entry]], None]
 
 
 class Task(NamedTuple):
-    """What one process writes: `num_entries` of `case`, numbered from `first`. `scale` divides the last side."""
+    """Work of one process: `num_entries` entries of `case`, numbered from `first`. `scale` divides the last side."""
 
     method: str
     folder: Path
@@ -100,7 +100,7 @@ def entries_of(kind: str, first: int, num_entries: int, scale: int) -> Iterator[
     """Entries numbered from `first`."""
     values = values_of(kind, num_entries, scale)
     for row in range(num_entries):
-        # As much text as a real record has: the encoder is the same in all of them, the source is not.
+        # A record of realistic size: the encoding is shared, the source is not.
         encoding = {"weights": "0f" * 32, "config": "f0" * 32, "compute_dtype": "float32", "store_dtype": "float16"}
         identity = {"kind": kind, "source": f"{first + row:064x}", "encoding": encoding}
         provenance = {"path": f"photos/{first + row}.jpg", "software": {"torch": torch.__version__}}
@@ -110,7 +110,7 @@ def entries_of(kind: str, first: int, num_entries: int, scale: int) -> Iterator[
 
 @cache
 def values_of(kind: str, num_entries: int, scale: int) -> dict[str, torch.Tensor]:
-    """Random tensors of each process' own, a row for each entry."""
+    """Random tensors, different in each process, with one row per entry."""
     generator = torch.Generator().manual_seed(os.getpid())
     return {
         name: torch.randn((num_entries, *shape[:-1], shape[-1] // scale), generator=generator).half()
@@ -119,17 +119,17 @@ def values_of(kind: str, num_entries: int, scale: int) -> dict[str, torch.Tensor
 
 
 barriers: list[Barrier] = []
-"""Of a process that writes: the one at which all wait for each other."""
+"""The barrier of this writing process, at which all of them start."""
 
 
 def begin(barrier: Barrier) -> None:
-    """Make this process one of those that write."""
+    """Initialise a writing process."""
     torch.set_num_threads(1)
     barriers.append(barrier)
 
 
 def write(task: Task) -> tuple[float, float]:
-    """Write the entries of a task in a process of its own. Returns when that began and when it ended."""
+    """Write the entries of a task. Returns the start and end times."""
     kinds = CASES[task.case]
     made = [entries_of(kind, task.first, task.num_entries // len(kinds), task.scale) for kind in kinds]
     entries = list(itertools.chain.from_iterable(zip(*made, strict=True)))
@@ -145,19 +145,19 @@ def write(task: Task) -> tuple[float, float]:
 
 
 def measure(root: Path, case: str, num_processes: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Each method's time per entry with so many processes, and how many times the packs are faster."""
+    """Each method's time per entry with `num_processes` processes, and the speed-up of packs."""
     num_entries = options.num_entries[case]
     context = multiprocessing.get_context("forkserver")
-    # Imported once; torch is not used there, so its forks share no threads.
+    # Imported once in the fork server, which runs no torch code, so that forks inherit no threads.
     context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch"])
     barrier, numbers = context.Barrier(num_processes, timeout=START_S), itertools.count()
-    with context.Pool(num_processes, begin, (barrier,)) as pool:  # processes that stay: a round starts at once
+    with context.Pool(num_processes, begin, (barrier,)) as pool:  # reused by all rounds
 
         def timed(method: str) -> float:
             if not options.tiny:
                 os.sync()
             folder = root / str(next(numbers))
-            # Each waits at the barrier with its task, so no process gets two.
+            # Each process waits at the barrier with its task, so none takes two.
             firsts = [next(numbers) * num_entries for _ in range(num_processes)]
             tasks = [Task(method, folder, case, first, num_entries, options.scale) for first in firsts]
             times = pool.map(write, tasks, chunksize=1)
@@ -174,7 +174,7 @@ def measure(root: Path, case: str, num_processes: int, options: argparse.Namespa
 
 
 def case(folder: Path, options: argparse.Namespace, *, name: str) -> dict[str, Any]:
-    """Each method with 1, 2 and 4 processes, each number in a folder that is deleted before the next."""
+    """Each method with 1, 2 and 4 processes."""
     found: dict[str, Any] = {"wanted_times_faster": WANTED_TIMES}
     for num_processes in NUM_PROCESSES:
         with tempfile.TemporaryDirectory(dir=folder) as root:

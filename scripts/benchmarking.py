@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, rounds, ratios, the document, where it ran, and caches of random values."""
+"""Shared code of the benchmarks: options, rounds, ratios, the result document and caches of random values."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "image": {"latents": (4, 128, 128)},
     "text": {"prompt_embeds": (77, 2048), "pooled_prompt_embeds": (1280,)},
 }
-"""The entries of an SDXL sample of 1024x1024, whose latents are drawn already."""
+"""Tensors of an SDXL sample of 1024x1024 with sampled latents."""
 Tensors = Mapping[str, torch.Tensor]
 
 
 def environment(
     device: torch.device | str | None = None, folder: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """Where and when a benchmark runs. `folder` is where it writes, by default the current one."""
+    """Hardware, versions and date. `folder` is where the benchmark writes (default: the working directory)."""
     pages = os.sysconf("SC_PHYS_PAGES")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -66,14 +66,14 @@ def environment(
 
 
 def filesystem_type(path: Path) -> str | None:
-    """The type of the file system that holds a path; None where the system does not list its mounts."""
+    """The file system type of a path, or None if the system does not list its mounts."""
     path = path.resolve()
     holding = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
     return max(holding, key=lambda mount: len(mount.mountpoint)).fstype if holding else None
 
 
 def cpu_model() -> str:
-    """As the kernel calls it; the architecture where it does not tell."""
+    """The CPU model that the kernel reports, or else the architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -81,25 +81,25 @@ def cpu_model() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """`cuda:0 NVIDIA H200`; the device alone where its backend gives no names."""
+    """The device with its name if it has one: `cuda:0 NVIDIA H200`."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if name is None else f"{device} {name(device)}"
 
 
 def make_parser(description: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """A parser that has the options of every benchmark, and `--part` where it has parts. Parse them with `parse`."""
+    """A parser with the options that all benchmarks share, and `--part` if there are parts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for correctness only")
     parser.add_argument("--repetitions", type=int, default=MIN_REPETITIONS, help="rounds (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where files are made, and deleted (default: the system's)")
+    parser.add_argument("--folder", type=Path, help="parent of the temporary folder (default: the system's)")
     if parts:
-        parser.add_argument("--part", nargs="+", choices=list(parts), help="only these (default: all)")
+        parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts (default: all)")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse, and refuse fewer than MIN_REPETITIONS repetitions unless the sizes are tiny."""
+    """Parse the arguments. Fewer than MIN_REPETITIONS repetitions need --tiny."""
     options = parser.parse_args(arguments)
     least = 1 if options.tiny else MIN_REPETITIONS
     if options.repetitions < least:
@@ -108,7 +108,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
 
 
 def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """The document for people: a line for each figure, with its spread or its unit and goal where it has them."""
+    """The document as text: one line per figure, with its spread or its unit and goal."""
     for name, value in document.items():
         if not isinstance(value, Mapping):
             shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
@@ -126,10 +126,7 @@ def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 def run_in_folder(
     run: Callable[[Path, argparse.Namespace], Mapping[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run a benchmark in a new folder, which is deleted afterwards. Print and return what it found.
-
-    With --json that is one JSON document, else text.
-    """
+    """Run a benchmark in a temporary folder. Print its result, as JSON with --json, and return it."""
     with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
         where = environment(getattr(options, "device", None), folder)
         result = {"environment": where, **run(Path(folder), options)}
@@ -140,7 +137,7 @@ def run_in_folder(
 
 
 def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> None:
-    """Run the parts that `--part` names, or all, each in a new folder, and print what they found as one document."""
+    """Run the chosen parts, each in a temporary folder, and print their results as one document."""
 
     def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         found = {}
@@ -153,21 +150,21 @@ def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], op
 
 
 def run_script(*arguments: object) -> Any:
-    """The JSON document that a script in a process of its own prints."""
+    """Run a script in a new process. Returns the JSON document that it prints."""
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables).stdout)
 
 
 def memory_bytes(name: str) -> int:
-    """This process' memory as the kernel calls it: VmRSS, or VmHWM (its peak)."""
+    """Memory of this process in bytes: VmRSS (current) or VmHWM (peak)."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) << 10
 
 
 def seconds_of(method: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """Duration of a call in seconds."""
     start = time.perf_counter()
     method()
     return time.perf_counter() - start
@@ -180,10 +177,10 @@ def in_turns(
     warm: bool = False,
     clock: Callable[[Callable[[], Any]], float] = seconds_of,
 ) -> dict[str, list[float]]:
-    """Seconds of each method in each round. Each round begins with another method, so that none is always the first.
+    """Seconds of each method in each round. Rounds start with different methods, so none is always first.
 
-    `warm` calls a method once untimed directly before each timed call. Garbage is collected before the clock starts,
-    and not while it runs. `clock` may measure otherwise: `lambda method: method()` for methods that time themselves.
+    `warm` calls a method untimed directly before each timed call. Garbage is collected before each timed call and not
+    during it. `clock` replaces the timer, for example with `lambda method: method()` for methods that time themselves.
     """
     order = deque(methods)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -211,7 +208,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Median, min and max of the ratios of each round: what both of a round suffer from cancels out."""
+    """Median, min and max of the per-round ratios. Disturbances that last a round cancel out."""
     return spread([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
@@ -224,9 +221,9 @@ def write_cache(
     values: Callable[[int], Mapping[str, Tensors]],
     size_of: Callable[[int], Size] = lambda number: BUCKETS[0],
 ) -> None:
-    """A cache of samples 0, 1 ...: all images, then all captions, as precache writes them, and a manifest, `bench`.
+    """Write a cache of samples 0, 1, ... as precache does: all images, then all captions, and a manifest `bench`.
 
-    `values` gives the tensors of a sample's entries by kind.
+    `values` returns a sample's tensors by kind.
     """
 
     def record(kind: str, number: int) -> Record:
@@ -241,7 +238,7 @@ def write_cache(
 
 
 def write_manifest(cache: Path, name: str, samples: Mapping[str, tuple[Size, str, str]]) -> None:
-    """A manifest of samples by their ids: the size of each, and the keys of its image and its caption."""
+    """Write a manifest. `samples` maps a sample id to its size and the keys of its image and caption."""
     rows = {}
     for sample_id, (size, image_key, text_key) in samples.items():
         image = Ref(image_key, Geometry(size, size, Crop(0, 0), size))
@@ -253,9 +250,9 @@ def write_manifest(cache: Path, name: str, samples: Mapping[str, tuple[Size, str
 
 
 def make_cache(path: Path, num_samples: int, scale: int) -> None:
-    """A cache of random moments and embeddings, of which half the samples lie in each bucket.
+    """Write a cache of random moments and embeddings, with half of the samples in each of two buckets.
 
-    `scale` divides the sides.
+    `scale` divides the image sides and the embedding widths.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -1,8 +1,8 @@
-"""The file operations below one folder, also those of SQLite, torch and safetensors: count, refuse, record them.
+"""Count, refuse and record file operations below a folder, including those of SQLite, torch and safetensors.
 
-`preloaded(main)` runs a program again with the library of file_operations.c preloaded; needs Linux, glibc and a C
-compiler named `cc`. Then `FileOperations(root)` controls it. Closing a file is never refused: the kernel closes it in
-any case. Mapping one into memory is not seen.
+`preloaded(main)` restarts a program with the library of file_operations.c preloaded, which `FileOperations(root)` then
+controls. This needs Linux, glibc and a C compiler named `cc`. close() is never refused, because the kernel closes the
+file in any case. mmap() is not intercepted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ERRORS: dict[int, tuple[str, ...]] = {
     errno.EACCES: ("open", "create", "rename", "unlink", "mkdir", "rmdir", "list", "stat"),
     errno.EMFILE: ("open", "create", "list"),
 }
-"""Which operations the kernel refuses with this error."""
+"""The operations that can fail with each error."""
 NEVER = 1 << 60
 
 
 class Change(NamedTuple):
-    """An operation that changed something. Paths are relative to the root; `offset` is the length of a truncation.
+    """A recorded operation. Paths are relative to the root; `offset` is the length for a truncation.
 
-    A file's number `ino` may be used again after its name is gone. A `mark` has its text as `data`.
+    An inode number `ino` may be reused once the file is removed. A `mark` has its text in `data`.
     """
 
     operation: str
@@ -57,7 +57,7 @@ _HEAD = struct.Struct("=IIIIQqQ")
 
 
 def preloaded(main: Callable[[], int]) -> int:
-    """What `main` returns in a process like this one in which the library is preloaded. Exit code 77: it cannot be."""
+    """Run `main` in a copy of this process with the library preloaded. Returns its exit code, or 77 if unsupported."""
     if LIBRARY in os.environ.get("LD_PRELOAD", ""):
         return main()
     compiler = shutil.which("cc")
@@ -71,7 +71,7 @@ def preloaded(main: Callable[[], int]) -> int:
 
 
 class FileOperations:
-    """Controls the preloaded library. `root` is the folder that is watched; there is one for the whole process."""
+    """Controls the preloaded library. `root` is the watched folder; a process watches only one."""
 
     def __init__(self, root: Path):
         self._library = ctypes.CDLL(None)
@@ -81,7 +81,7 @@ class FileOperations:
 
     @contextmanager
     def refusing(self, at: int, error: int, *, for_ever: bool = False) -> Iterator[None]:
-        """The `at`-th of the operations that can meet this error does (and, `for_ever`, all after it)."""
+        """Make the `at`-th operation that can raise this error fail (and, `for_ever`, all later ones)."""
         self._library.fo_fail(ctypes.c_long(at), error, int(for_ever), _mask(ERRORS[error]))
         try:
             yield
@@ -90,16 +90,16 @@ class FileOperations:
             self._library.fo_fail(ctypes.c_long(0), 0, 0, 0)
 
     def kill_after(self, occurrence: int, operation: str, pattern: str) -> None:
-        """SIGKILL for this process directly after the `occurrence`-th such change of a path like `pattern`."""
+        """SIGKILL this process directly after the `occurrence`-th such operation on a path that matches `pattern`."""
         self._library.fo_kill(ctypes.c_long(occurrence), _mask([operation]), pattern.encode())
 
     def mark(self, text: str) -> None:
-        """Put a mark between the changes that are recorded."""
+        """Record a mark between the changes."""
         self._library.fo_mark(text.encode())
 
     @contextmanager
     def recording(self) -> Iterator[list[Change]]:
-        """The changes of the block, in their order. The list is filled when the block is left."""
+        """Record the changes made in the block. The list is filled when the block ends."""
         changes: list[Change] = []
         with tempfile.TemporaryFile() as log:
             self._library.fo_record(log.fileno())

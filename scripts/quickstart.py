@@ -1,8 +1,8 @@
-"""The main job on real photos, from nothing: install, precache, edit a caption, precache again, train, validate.
+"""The whole workflow on real photos: install, precache, edit a caption, precache again, train, validate.
 
-The second pass encodes one entry: that of the caption. The first validation finds its photos not cached and encodes
-them. The loss of the trained model is compared with that of the untrained one. `--json` prints one document. Uses the
-photos that come with scikit-image and the package's tiny SDXL, which knows them: only packages are downloaded.
+The second precache encodes only the edited caption. The first validation encodes its photos, which are not cached yet.
+At the end the losses of the trained and the untrained model are compared. `--json` prints one document. The photos come
+with scikit-image, and the package includes a tiny SDXL that was trained on them: nothing but packages is downloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CAPTIONS = {
     "rocket.jpg": ["a rocket on its launch pad at night"],
 }
 EDITED = "chelsea.png"
-"""The photo whose caption is edited between the two passes."""
+"""The photo whose caption is edited before the second precache."""
 HELD_OUT = {
     "brick.png": ["a brick wall, black and white"],
     "grass.png": ["grass, black and white"],
@@ -46,11 +46,11 @@ HELD_OUT = {
 
 
 def copy_photos(folder: Path) -> None:
-    """Put photos and captions into `folder`, laid out as a user's dataset, and keep what is there.
+    """Copy photos and captions into `folder`, laid out like a user's dataset. Existing files are kept.
 
-    The held-out photos go into the folder next to it, `<folder>-held-out`.
+    The held-out photos go into `<folder>-held-out`.
     """
-    found = importlib.util.find_spec("skimage")  # its code is not needed, and neither are its dependencies
+    found = importlib.util.find_spec("skimage")  # only its files are needed, not its code or dependencies
     assert found is not None and found.submodule_search_locations, "bootstrap.py installs scikit-image"
     data = Path(found.submodule_search_locations[0], "data")
     for place, photos in ((folder, CAPTIONS), (folder.with_name(f"{folder.name}-held-out"), HELD_OUT)):
@@ -63,7 +63,7 @@ def copy_photos(folder: Path) -> None:
 
 
 def edit_caption(file: Path) -> str:
-    """Write a caption that was never cached, whatever earlier quickstarts wrote; returns it."""
+    """Write a caption that no earlier quickstart has cached. Returns it."""
     first, _, take = file.read_text(encoding="utf-8").strip().partition(", take ")
     caption = f"{first}, take {int(take or 1) + 1}"
     file.write_text(caption + "\n", encoding="utf-8")
@@ -71,7 +71,7 @@ def edit_caption(file: Path) -> str:
 
 
 def untrained_loss(config: Config) -> dict[str, Any]:
-    """The validation of the model as it was before the training, without images."""
+    """Validate the untrained model, without making images."""
     from latentcache import validate
 
     settings = config.validation.model_copy(update={"prompts": ()})
@@ -80,7 +80,7 @@ def untrained_loss(config: Config) -> dict[str, Any]:
 
 
 def read_back(path: Path, name: str) -> list[dict[str, Any]]:
-    """One pass over a cached set in batches, as a training loop reads it."""
+    """Read a cached dataset once in batches, as a training loop does."""
     from torch.utils.data import DataLoader
 
     from latentcache import BucketBatchSampler, LatentDataset
@@ -96,7 +96,7 @@ def read_back(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """The whole job, as one document."""
+    """Run the workflow. Returns the results as one document."""
     from train_lora import Options, train
 
     from latentcache import run_precache
@@ -104,13 +104,13 @@ def run(config: Config) -> dict[str, Any]:
     photos, cache = config.datasets[0], Path(config.cache.path)
     folder = cache.with_name("quickstart-lora")
     copy_photos(photos.source.path)
-    # The held-out set is left out, so that the first validation has to encode it.
+    # Without the held-out set, so that the first validation has to encode it.
     training_only = config.model_copy(update={"datasets": (photos,)})
     reports = [run_precache(training_only)]
     caption = edit_caption((photos.source.path / EDITED).with_suffix(".txt"))
     reports.append(run_precache(training_only))
     batches = read_back(cache, photos.name)
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier quickstart's
+    shutil.rmtree(folder, ignore_errors=True)  # left by an earlier quickstart
     training = train(config, Options(steps=40, validate_every=20, learning_rate=2e-3, out=folder))
     validations = training.pop("validations")
     last = validations[-1]
@@ -127,7 +127,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def to_text(document: dict[str, Any]) -> str:
-    """The document for people."""
+    """The document as text."""
     first, second = document["passes"]
     photos, encoded = first["num_samples"], first["num_encoded"]
     lines = [f"precache: {photos} photos, {first['num_hits']} entries found, {encoded} encoded"]
@@ -143,16 +143,16 @@ def to_text(document: dict[str, Any]) -> str:
     change = 100 * (trained["loss"] / untrained["loss"] - 1)
     lines += [
         f"validation loss, untrained {untrained['loss']:.4f}, trained {trained['loss']:.4f}: {change:+.1f} %",
-        f"  It is lower for {lower} of {num} photos that were never trained on. Noise and timesteps are the same,",
-        "  so that the difference is what the training did. If it rose, the LoRA would know its own photos only.",
+        f"  It is lower for {lower} of {num} photos that were not trained on. Noise and timesteps are equal, so the",
+        "  difference is due to the training. If the loss had risen, the LoRA would only know its own photos.",
     ]
     lines += [f"{name}: {path}" for name, path in document["files"].items() if path]
     command = Path(sys.executable).with_name("latentcache")
     shown = command.relative_to(bootstrap.ROOT) if command.is_relative_to(bootstrap.ROOT) else command
     lines += [
         "next, with photos of your own:",
-        f"  {shown} init ~/photos                   # says what is there, and writes photos.yaml",
-        f"  {shown} precache photos.yaml --dry-run  # what would be encoded, and how many bytes that is",
+        f"  {shown} init ~/photos                   # reports what it finds and writes photos.yaml",
+        f"  {shown} precache photos.yaml --dry-run  # what would be encoded, and its size in bytes",
     ]
     return "\n".join(lines)
 
@@ -163,7 +163,7 @@ def main() -> int:
     arguments = parser.parse_args()
     bootstrap.inside(bootstrap.QUICKSTART)
 
-    # Their notes on optional packages are not part of this story; errors still are.
+    # Hides their notes about optional packages; errors are still shown.
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}
 
     from latentcache import load_config

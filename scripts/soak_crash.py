@@ -1,25 +1,25 @@
-"""Interruptions: each operation on a cache is killed, loses its power, or meets errors; afterwards all must be right.
+"""Interruptions: every operation on a cache is killed, cut from power or refused a system call.
 
     python scripts/soak_crash.py                              # all parts: hours
     python scripts/soak_crash.py --part kill --n 100
     python scripts/soak_crash.py --tiny
 
-After an interruption the cache opens, and: no entry is wrong, none is lost that was there before and should be there
-after, none that was acknowledged, manifests are old or new, nothing half done is left, and running the operation again
-gives what an uninterrupted run gives. All parts see the file operations through a preloaded library.
+After an interruption the cache must open. No entry may be wrong; no acknowledged entry and none that existed before and
+after the operation may be lost; each manifest is the old or the new one; nothing half-done remains; and running the
+operation again gives the same result as an uninterrupted run. A preloaded library intercepts the file operations.
 
-kill    kill -9 of two writers of precache at --n random instants; and of each operation directly after each labelled
-        change that it makes: a kind of operation on a kind of path, e.g. the rename of a pack, found by recording an
+kill    kill -9 of two precache writers at --n random instants, and of every operation directly after each labelled
+        change it makes: a kind of operation on a kind of path, such as the rename of a pack, as recorded in an
         uninterrupted run
-power   the recorded file operations are replayed up to one of --n cuts, and what was not synced is dropped or
-        reordered. Of a file, what was written since its last fsync survives in any part: each sector of each write by
-        itself, and each truncation. Of a directory, the names that were made, renamed or removed since its last fsync
-        survive in any subset, in half of the cuts; in the others they survive in their order, as a journalling file
-        system has it. An fsync of a file says nothing about its name. This is harsher than common file systems are
-faults  the k-th file operation fails, k = 1, 2, 3 ... (at most --n, evenly spread) until the operation succeeds: once,
-        and for ever, with ENOSPC, EIO, EACCES and EMFILE, each for the system calls that can meet it, also those of
-        SQLite, torch and safetensors; a write that fails has written its first half. Each case ends in success or in
-        one of latentcache's own errors, and leaves no descriptor open
+power   replay the recorded file operations up to one of --n cuts, and drop or reorder what was not synced. Any subset
+        of the sectors written to a file since its last fsync survives, and any of its truncations. Of the names
+        created, renamed or removed in a directory since its last fsync, any subset survives in half of the cuts, and a
+        prefix in the others, as on a journalling file system. The fsync of a file does not cover its name. This is
+        harsher than common file systems
+faults  the k-th file operation fails, for k = 1, 2, 3 ... (at most --n of them, evenly spread) until the operation
+        succeeds: once and from then on, with ENOSPC, EIO, EACCES and EMFILE, for the system calls that can raise each,
+        including those of SQLite, torch and safetensors. A failing write has written its first half. Each case must end
+        in success or in one of latentcache's own errors, and leave no descriptor open
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from latentcache.store.upkeep import compact, prune, rebuild, verify
 from latentcache.types import Crop, Geometry, Size
 
 PACK_ENTRIES = 3
-"""Packs are small, so that seals and interruptions meet often."""
+"""Entries per pack: few, so that interruptions often hit a seal."""
 NUM_SAMPLES = 6
 SIZE = Size(64, 64)
 NUM_PHOTOS, MANY_PHOTOS = 3, 40
@@ -81,15 +81,15 @@ CASE_S = 120
 fork = multiprocessing.get_context("fork")
 
 Note = Callable[[str, Sequence[str]], object]
-"""Is told the keys of each pack before it is sealed (`begin`) and after it is durable (`sealed`)."""
+"""Called with the keys of each pack before it is sealed (`begin`) and once it is durable (`sealed`)."""
 
 
 def nothing_noted(event: str, keys: Sequence[str]) -> None:
-    """For runs whose entries nobody follows."""
+    """A Note that ignores everything."""
 
 
 class NotingStore(DiskStore):
-    """Notes each pack that it seals."""
+    """A DiskStore that notes each pack it seals."""
 
     def __init__(self, path: Path, note: Note):
         super().__init__(path)
@@ -104,7 +104,7 @@ class NotingStore(DiskStore):
 
 
 class NoteFile:
-    """Notes of a process that may be killed at any moment: each is one write at the end of a file."""
+    """Notes of a process that may be killed at any moment. Each is appended to a file with one write."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -114,13 +114,13 @@ class NoteFile:
             file.write(json.dumps([event, *keys]).encode() + b"\n")
 
     def keys(self, event: str) -> set[str]:
-        """The keys of all notes of this event."""
+        """The keys in all notes of this event."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return {key for found, *keys in map(json.loads, lines) if found == event for key in keys}
 
 
 class Precache:
-    """Runs of precache over photos in `folder`, with the tiny models, which are loaded once."""
+    """Runs precache over photos in `folder` with the tiny models, which are loaded once."""
 
     def __init__(self, folder: Path, num_photos: int = 2 * NUM_PHOTOS):
         torch.set_num_threads(1)
@@ -130,7 +130,7 @@ class Precache:
                 write_photo(folder / role / f"{number}.png", number)
 
     def run(self, cache: Path, note: Note = nothing_noted, *, role: str = "all", shard: Shard | None = None) -> None:
-        """Encode what is missing: of the first NUM_PHOTOS photos (`first`), or of `all`."""
+        """Encode missing entries of the first NUM_PHOTOS photos (role `first`) or of all (`all`)."""
         store, config = NotingStore(cache, note), config_of(cache, "photos", self.folder / role)
         with Workspace(store, ManifestFolder(cache / "manifests"), Memo(cache / "memo"), cache) as workspace:
             run_precache(config, models=self.models, workspace=workspace, shard=shard)
@@ -140,7 +140,7 @@ class Precache:
 
 
 class _ForeignCache:
-    """What a reader of another trainer's cache gives, without its files."""
+    """A stand-in for a reader of another trainer's cache, without files."""
 
     format = "kohya"
     family = "sdxl"
@@ -156,33 +156,33 @@ class _ForeignCache:
 
 
 def _write_manifest(cache: Path, numbers: Iterable[int]) -> None:
-    """A manifest `train` of the samples of these numbers."""
+    """Write a manifest `train` of the samples with these numbers."""
     keys = {number: [entry.record.key for entry in sample_entries([number])] for number in numbers}
     write_manifest(cache, "train", {f"{number}.png": (SIZE, image, text) for number, (image, text) in keys.items()})
 
 
 def _add(cache: Path, note: Note = nothing_noted, num_samples: int = NUM_SAMPLES) -> None:
-    """Packs of PACK_ENTRIES entries, an index, and a manifest of all samples."""
+    """Add packs of PACK_ENTRIES entries and a manifest of all samples."""
     with NotingStore(cache, note) as store:
         store.add(sample_entries(range(num_samples)))
     _write_manifest(cache, range(num_samples))
 
 
 def _add_waste(cache: Path) -> None:
-    """As `_add`, and every third entry was removed since: some packs are mostly dead."""
+    """Like `_add`, then remove every third entry, so that some packs are mostly dead."""
     _add(cache)
     with DiskStore(cache) as store:
         store.remove(sorted(store.keys())[::3])
 
 
 def _add_orphans(cache: Path) -> None:
-    """As `_add`, and half of the samples are in no manifest any more."""
+    """Like `_add`, then drop half of the samples from the manifest."""
     _add(cache)
     _write_manifest(cache, range(0, NUM_SAMPLES, 2))
 
 
 def _add_damage(cache: Path) -> None:
-    """As `_add`, and a bit of one entry was flipped."""
+    """Like `_add`, then flip a bit of one entry."""
     _add(cache)
     needle = text_entry(1).tensors["prompt_embeds"].numpy().tobytes()
     for pack in cache.glob("packs/*/*.safetensors"):
@@ -193,7 +193,7 @@ def _add_damage(cache: Path) -> None:
 
 
 def _add_and_die(cache: Path) -> None:
-    """As `_add`, without an index, with a half-written pack, and with an older index that was being replaced."""
+    """Like `_add`, then leave a half-written pack and, in place of the index, one that was being removed."""
     _add(cache)
     pack = next(cache.glob("packs/*/*.safetensors"))
     pack.with_name(f".{pack.name}.12345678.tmp").write_bytes(pack.read_bytes()[:1000])
@@ -212,7 +212,7 @@ def _prune(cache: Path, note: Note) -> None:
 
 
 def _read(cache: Path, note: Note) -> None:
-    """As a trainer does. AssertionError for a batch that is not what was stored."""
+    """Read as a trainer does. AssertionError if a batch differs from what was stored."""
     with LatentCache(cache) as opened:
         for name in opened.sample_ids():
             batch = opened.batch([name], device="cpu", output="moments")
@@ -222,14 +222,14 @@ def _read(cache: Path, note: Note) -> None:
 
 
 class Operation(NamedTuple):
-    """`prepare` makes a cache, and `run` does the operation on it, which it may be called for again."""
+    """`prepare` creates a cache and `run` performs the operation on it. `run` may be called repeatedly."""
 
     prepare: Callable[[Path], object]
     run: Callable[[Path, Note], object]
 
 
 def operations(precache: Precache) -> dict[str, Operation]:
-    """All operations by name. Sets the size of packs for this process."""
+    """All operations by name. Sets the pack size of this process."""
     writer.PACK_ENTRIES = PACK_ENTRIES
     return {
         "precache": Operation(partial(precache.run, role="first"), precache.run),
@@ -248,7 +248,7 @@ def operations(precache: Precache) -> dict[str, Operation]:
 
 
 def values(cache: Path) -> dict[str, str]:
-    """The digest of each entry that can be read, by key. Damaged entries are absent."""
+    """Digests of the readable entries by key. Damaged entries are left out."""
     found = {}
     with DiskStore(cache) as store:
         for key in list(store.keys()):
@@ -260,7 +260,7 @@ def values(cache: Path) -> dict[str, str]:
 
 
 def manifests(cache: Path) -> dict[str, Any]:
-    """What each manifest says but for the time of an import. DatasetError for one that cannot be read."""
+    """The manifests by name, without import times. DatasetError if one cannot be read."""
     folder, found = ManifestFolder(cache / "manifests"), {}
     for name in folder.names():
         manifest = folder.read(name)
@@ -272,7 +272,7 @@ def manifests(cache: Path) -> dict[str, Any]:
 
 
 class Scene:
-    """An operation on a cache in `folder`, which each interruption finds as it was."""
+    """An operation on a cache in `folder`. Each interruption starts from the same state."""
 
     def __init__(self, name: str, operation: Operation, folder: Path):
         self.name, self.operation, self.cache = name, operation, folder / name / "cache"
@@ -285,54 +285,54 @@ class Scene:
         self.after, self.manifests_after = self._seen(self.cache)
 
     def _seen(self, cache: Path) -> tuple[dict[str, str], dict[str, Any]]:
-        """Entries and manifests of a copy, which is opened and so put in order."""
+        """Entries and manifests of a copy, which is recovered by opening it."""
         spare = clone(cache, self.cache.parent / "spare")
         return values(spare), manifests(spare)
 
     def new(self) -> Path:
-        """The cache before the operation."""
+        """Reset the cache to its state before the operation."""
         return clone(self._template, self.cache)
 
     def run(self, note: Note = nothing_noted) -> None:
-        """The operation, on the cache that `new` made."""
+        """Run the operation on the cache that `new` prepared."""
         self.operation.run(self.cache, note)
 
     def check(self, sealed: Collection[str] = ()) -> None:
-        """What must hold when a cache is opened after an interruption. `sealed` are the keys that were acknowledged."""
+        """Check the cache after an interruption. `sealed` are the acknowledged keys."""
         found = values(self.cache)
         wrong = [key for key, value in found.items() if value not in (self.before.get(key), self.after.get(key))]
-        assert not wrong, f"{len(wrong)} wrong entries are served: {wrong[:3]}"
+        assert not wrong, f"{len(wrong)} entries are wrong: {wrong[:3]}"
         lost = (self.before.keys() & self.after.keys() | set(sealed)) - found.keys()
         assert not lost, f"{len(lost)} entries are lost: {sorted(lost)[:3]}"
         there, before, after = manifests(self.cache), self.manifests_before, self.manifests_after
         for name, manifest in there.items():
             known = [seen[name] for seen in (before, after) if name in seen]
             assert manifest in known, f"manifest {name} is neither the old nor the new one"
-        assert not before.keys() & after.keys() - there.keys(), f"manifests are gone: there are {there.keys()}"
-        left = [name for name in leftovers(self.cache) if not name.startswith("memo")]  # which precache alone opens
-        assert not left, f"the opening left {left}"
+        assert not before.keys() & after.keys() - there.keys(), f"manifests are lost: only {there.keys()} exist"
+        left = [name for name in leftovers(self.cache) if not name.startswith("memo")]  # only precache opens the memo
+        assert not left, f"opening left {left}"
 
     def finish(self) -> None:
-        """Run the operation again: what it gives is what an uninterrupted run gives."""
+        """Run the operation again and compare the result with that of an uninterrupted run."""
         self.run()
-        assert values(self.cache) == self.after, "the rerun gave other entries than an uninterrupted run"
-        assert manifests(self.cache) == self.manifests_after, "the rerun gave other manifests"
+        assert values(self.cache) == self.after, "entries of the rerun differ from an uninterrupted run"
+        assert manifests(self.cache) == self.manifests_after, "manifests of the rerun differ from an uninterrupted run"
         report = verify(self.cache)
         assert not report.damaged and not report.unreadable, f"after the rerun: {report.damaged} {report.unreadable}"
         assert not leftovers(self.cache), f"the rerun left {leftovers(self.cache)}"
 
 
 def leftovers(cache: Path) -> list[str]:
-    """Files of a cache that no one needs: temporary ones, and an index or a memo that was put aside.
+    """Temporary files of a cache, and indexes or memos that were set aside.
 
-    SQLite's journals are not among them: one that says nothing is removed with the next change.
+    SQLite's empty journals do not count: the next change removes them.
     """
     names = sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*"))
     return [name for name in names if re.search(r"(\.tmp|-wal|-shm)$|\.(damaged|replaced|removed)-", name)]
 
 
 def clone(cache: Path, target: Path) -> Path:
-    """A copy of the cache, in place of what was there. Packs are hard links, for nobody writes into a sealed pack."""
+    """Replace `target` with a copy of the cache. Packs are hard-linked, since sealed packs are immutable."""
 
     def copy(source: str, destination: str) -> None:
         (os.link if Path(source).is_relative_to(cache / "packs") else shutil.copy2)(source, destination)
@@ -342,7 +342,7 @@ def clone(cache: Path, target: Path) -> Path:
 
 
 def scenes(soak: Soak, names: Sequence[str]) -> Iterator[Scene]:
-    """The operations of these names, each on caches of its own."""
+    """The named operations, each with its own caches."""
     chosen = operations(Precache(soak.folder / "photos"))
     for name in names:
         yield Scene(name, chosen[name], soak.folder)
@@ -352,14 +352,14 @@ def scenes(soak: Soak, names: Sequence[str]) -> Iterator[Scene]:
 
 
 def start(function: Callable[[], object]) -> BaseProcess:
-    """Call the function in a fork of this process: what it has imported and loaded is there at once."""
+    """Call the function in a fork, which has the models and imports of this process."""
     process = fork.Process(target=function)
     process.start()
     return process
 
 
 def end(*children: BaseProcess) -> int:
-    """Wait for them. Returns how many were killed. AssertionError where one failed."""
+    """Wait for the children. Returns how many were killed. AssertionError if one failed."""
     for child in children:
         child.join(CASE_S)
     codes = [child.exitcode for child in children]
@@ -368,7 +368,7 @@ def end(*children: BaseProcess) -> int:
 
 
 def random_kills(goal: Goal, soak: Soak) -> None:
-    """Precache by two ranks, each killed at a random instant."""
+    """Kill two precache ranks at random instants."""
     precache = Precache(soak.folder / "many-photos", MANY_PHOTOS)
     scene = Scene("precache", operations(precache)["precache"], soak.folder / "random")
     noted = NoteFile(soak.folder / "noted")
@@ -380,7 +380,7 @@ def random_kills(goal: Goal, soak: Soak) -> None:
         children, began = begin(), time.monotonic()
         instants = [soak.random.uniform(0, seconds) for _ in range(2)]
         if soak.random.random() < 0.5:
-            instants = [min(instants)] * 2  # as when a machine runs out of memory
+            instants = [min(instants)] * 2  # both at once, as when a machine goes down
         for instant, child in sorted(zip(instants, children, strict=True), key=lambda each: each[0]):
             time.sleep(max(0.0, began + instant - time.monotonic()))
             child.kill()
@@ -394,7 +394,7 @@ def random_kills(goal: Goal, soak: Soak) -> None:
     end(*begin())
     seconds = time.monotonic() - began
     soak.say(f"an uninterrupted run of two writers takes {seconds:.2f} s")
-    # On a machine that was busy when it was measured, a run may be over before the kill comes: then some more follow.
+    # If the machine was busy during the measurement, runs may end before the kill. Then more of them follow.
     while goal.n < soak.n or (goal.figures.get("killed_writers", 0) < 2 and goal.n < 10 * soak.n):
         noted.path.unlink()
         scene.new()
@@ -402,19 +402,19 @@ def random_kills(goal: Goal, soak: Soak) -> None:
             with goal.case(f"random kill {goal.n}"):
                 kill_once()
         with goal.case("rerun"):
-            goal.n -= 1  # the rerun is a part of the cases before it
+            goal.n -= 1  # the rerun belongs to the cases before it
             scene.finish()
     assert goal.figures.get("killed_writers"), "no writer was killed"
 
 
 def label_of(change: Change) -> tuple[str, str]:
-    """The kind of operation and the kind of path, as a pattern: names of packs and temporary files are random."""
+    """The operation and a pattern of its path, because names of packs and temporary files are random."""
     path = re.sub(r"[0-9a-f]{8,}", "*", change.path_2 or change.path)
     return change.operation, re.sub(r"^packs/[0-9a-f]{2}(?=/|$)", "packs/??", path)
 
 
 def kills_after_changes(goal: Goal, soak: Soak, scene: Scene) -> None:
-    """Each label is tried KILLS_PER_POINT times; with a small --n less often, and some labels once."""
+    """Kill after each label KILLS_PER_POINT times; a small --n tries fewer, and skips some labels."""
     scene.new()
     files, noted = FileOperations(scene.cache), NoteFile(soak.folder / f"noted-{scene.name}")
     with files.recording() as changes:
@@ -444,7 +444,7 @@ def kill(soak: Soak) -> None:
     goal = soak.goal("kill -9 after each labelled change: 0 lost, torn, wrong or left over; the rerun equals")
     for scene in scenes(soak, KILLED):
         kills_after_changes(goal, soak, scene)
-    assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit"
+    assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit a running operation"
 
 
 # Power cuts -----------------------------------------------------------------------------------------------------------
@@ -452,17 +452,17 @@ def kill(soak: Soak) -> None:
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A file or a folder: what is on the disk, and the changes since, which a cut may lose.
+    """A file or a folder: its durable content and the changes since, which a power cut may lose.
 
-    `durable` is bytes, or the names of a folder. A change of a file is (offset, bytes), or (length, None) for a
-    truncation; one of a folder is {name: file, or None for a name that is gone}.
+    `durable` is the bytes of a file or the names of a folder. A change of a file is (offset, bytes), or (length, None)
+    for a truncation. A change of a folder is {name: file}, with None for a removed name.
     """
 
     durable: bytes | dict[str, File]
     changes: list[Any] = field(default_factory=list)
 
     def after(self, changes: Sequence[Any]) -> bytes | dict[str, File]:
-        """What these changes make of what is on the disk. A hole in a file has zeros."""
+        """Apply these changes to the durable content. Holes in a file are zeros."""
         if isinstance(self.durable, dict):
             names = self.durable | {name: file for change in changes for name, file in change.items()}
             return {name: file for name, file in names.items() if file is not None}
@@ -476,17 +476,17 @@ class File:
         return bytes(found)
 
     def names(self) -> dict[str, File]:
-        """The files in a folder, as a process sees them; none in a file."""
+        """The names of a folder as a process sees them; empty for a file."""
         now = self.after(self.changes) if isinstance(self.durable, dict) else {}
         assert isinstance(now, dict)
         return now
 
     def sync(self) -> None:
-        """All that changed is on the disk."""
+        """Make all changes durable."""
         self.durable, self.changes = self.after(self.changes), []
 
     def write_out(self, path: Path, dice: random.Random, *, ordered: bool) -> None:
-        """Make what a cut leaves: some first changes, or a share of all of them, in sectors."""
+        """Write what a power cut leaves: a prefix of the changes, or a random share of them sector by sector."""
         is_folder = isinstance(self.durable, dict)
         kept = self.changes[: dice.randint(0, len(self.changes))]
         if not (ordered if is_folder else dice.random() < 0.25):
@@ -503,7 +503,7 @@ class File:
 
 
 def sectors(offset: int, written: bytes | None) -> Iterator[tuple[int, bytes | None]]:
-    """A change of a file in parts, of which each survives by itself."""
+    """Split a change of a file into parts that survive independently."""
     if written is None:
         yield offset, None
         return
@@ -512,7 +512,7 @@ def sectors(offset: int, written: bytes | None) -> Iterator[tuple[int, bytes | N
 
 
 class Disk:
-    """What lies below a folder, as the recorded changes make it."""
+    """A folder tree that recorded changes are applied to."""
 
     def __init__(self, root: Path):
         self._by_number: dict[int, File] = {}
@@ -524,7 +524,7 @@ class Disk:
         return file
 
     def apply(self, change: Change) -> set[str]:
-        """Do what a process did. Returns the keys that it acknowledged."""
+        """Apply one recorded change. Returns the keys that it acknowledged."""
         if change.operation == "mark":
             return set(json.loads(change.data))
         folder, name = self._place(change.path)
@@ -550,7 +550,7 @@ class Disk:
         return set()
 
     def _changed(self, change: Change) -> File:
-        # By its path where it has one: a folder's number is not recorded when it is made.
+        # By path if it has one: the inode number of a new folder is not recorded.
         return self._at(change.path) or self._by_number[change.ino]
 
     def _at(self, path: str) -> File | None:
@@ -562,7 +562,7 @@ class Disk:
     def _place(self, path: str) -> tuple[File, str]:
         folder, _, name = path.rpartition("/")
         found = self._at(folder)
-        assert found is not None, f"{path}: its folder is not known"
+        assert found is not None, f"{path}: unknown folder"
         return found, name
 
 
@@ -570,7 +570,7 @@ def power(soak: Soak) -> None:
     goal = soak.goal("power cuts at any moment, unsynced writes dropped and reordered: nothing wrong, nothing lost")
     for scene in scenes(soak, CUT):
         disk, files = Disk(scene.new()), FileOperations(scene.cache)
-        with files.recording() as changes:  # with marks where entries are acknowledged
+        with files.recording() as changes:  # includes marks for acknowledged entries
             scene.run(partial(mark, files))
         done, sealed = 0, set[str]()
         for moment in sorted(soak.random.randint(0, len(changes)) for _ in range(soak.n)):
@@ -590,7 +590,7 @@ def power(soak: Soak) -> None:
 
 
 def mark(files: FileOperations, event: str, keys: Sequence[str]) -> None:
-    """Put the keys that are acknowledged between the changes that are recorded."""
+    """Record acknowledged keys between the changes."""
     if event == "sealed":
         files.mark(json.dumps(keys))
 
@@ -603,7 +603,7 @@ def too_long(*_: object) -> None:
 
 
 def open_descriptors(root: Path) -> set[tuple[str, str]]:
-    """What this process has open below `root`: numbers and names."""
+    """Open file descriptors below `root`, with their paths."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -612,7 +612,7 @@ def open_descriptors(root: Path) -> set[tuple[str, str]]:
 
 
 def refuse(goal: Goal, scene: Scene, files: FileOperations, moment: int, error: int, *, for_ever: bool) -> None:
-    """One case: the operation meets this error at its `moment`-th file operation."""
+    """One case: the operation's `moment`-th file operation fails with this error."""
     scene.new()
     before = open_descriptors(scene.cache)
     with files.refusing(moment, error, for_ever=for_ever):
@@ -622,7 +622,7 @@ def refuse(goal: Goal, scene: Scene, files: FileOperations, moment: int, error: 
         except LatentCacheError:
             goal.count("typed_errors")
     if open_descriptors(scene.cache) - before:
-        gc.collect()  # a manifest that an error's frames hold is mapped as long as they live
+        gc.collect()  # frames of an error may keep a manifest mapped
     left = open_descriptors(scene.cache) - before
     assert not left, f"left open: {left}"
     scene.check()
@@ -635,7 +635,7 @@ def faults(soak: Soak) -> None:
     goal = soak.goal("the k-th file operation fails: a typed error or success, nothing lost, wrong or half done")
     chosen = ("add", "read", "compact") if soak.options.tiny else ("read", *KILLED)
     for scene, error in product(scenes(soak, chosen), ERRORS):
-        gc.freeze()  # a collection looks at what this program makes from here on
+        gc.freeze()  # later collections skip what exists already
         files, name = FileOperations(scene.cache), f"{scene.name}: {errno.errorcode[error]}"
         scene.new()
         with files.refusing(NEVER, error):

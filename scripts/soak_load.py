@@ -1,18 +1,15 @@
-"""Many at once on one cache, and for a long time.
+"""Concurrent use of one cache by many processes, for a long time.
 
     python scripts/soak_load.py                           # all parts: 40 minutes
     python scripts/soak_load.py --part mixed --n 600
     python scripts/soak_load.py --tiny
 
-writers  --n keys, in another order in each of 8 processes, straight through the store: a process encodes what it could
-         claim, and looks again for the rest. Then as many runs of `precache` over one dataset, a fifth of the size, at
-         once
-mixed    two trainers, a precacher, a verify, a prune and a compact on one cache, for --n seconds. A trainer first runs
-         alone: its rate, and a digest of each batch, are what the two are compared with. Its step takes as long as one
-         on a device would: it waits. The precacher changes, adds and removes images of a second dataset, encodes what
-         is new, and reads all of it back. The others run the command line again and again. Each may find that another
-         has the cache (StoreBusyError): it says so, and tries again. Anything else is a failure, and ends the one that
-         meets it
+writers  8 processes add the same --n keys to a store, each in a different order. A process encodes the keys it could
+         claim and retries the others. Then 8 concurrent runs of `precache` over one dataset of a fifth of the size
+mixed    two trainers, a precacher, `verify`, `prune` and `compact` on one cache, for --n seconds. First a trainer runs
+         alone; its rate and the digest of each batch are the reference for the two. A training step sleeps, as the host
+         does while a device works. The precacher changes, adds and removes images of a second dataset, encodes them and
+         reads everything back. The commands run in a loop. A StoreBusyError is retried; any other error is a failure
 """
 
 from __future__ import annotations
@@ -51,25 +48,25 @@ from latentcache.store.upkeep import verify
 
 NUM_PROCESSES = 8
 START_S = 2.0
-"""After so long all processes are there, and begin."""
+"""All processes start working after this many seconds."""
 CHUNK = 8
 ENCODE_S = 0.002
-"""An entry takes so long to encode."""
+"""Simulated time to encode an entry."""
 MAX_ENCODES = 1.05
-"""Encodes for each key, at most."""
+"""Upper bound for encodes per key."""
 NUM_PHOTOS, NUM_CHANGING = 96, 40
 NUM_EPOCHS = 3
-"""Epochs that differ; afterwards they come again, so that each batch has a digest to compare with."""
+"""Distinct epochs. They repeat, so that every batch has a reference digest."""
 BATCH_SIZE = 4
 STEP_S = 0.1
 MIN_RATE, MIN_RATE_S = 0.95, 120
-"""Of a trainer, of its rate when it is alone; and how long a run must be for its rates to say anything."""
+"""Lowest accepted rate of a trainer relative to running alone, and the shortest run for which it is checked."""
 PAUSE_S = 0.5
-"""Between two runs of a command; four times as long between two runs of precache, which keeps the others out."""
+"""Pause between runs of a command. It is four times as long for precache, which blocks the others."""
 
 
 def together(goal: Goal, jobs: Sequence[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the jobs return, each in a process of its own. An exception of one, or its death, is a failure."""
+    """Run each job in its own process. Returns their results; an exception or a dead process is a failure."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["latentcache.precache.run", "latentcache.cli.app", "latentcache.models.tiny"])
     found = []
@@ -84,7 +81,7 @@ def together(goal: Goal, jobs: Sequence[Callable[[], dict[str, Any]]]) -> list[d
 
 
 def add_all(cache: Path, numbers: Sequence[int], start: float) -> dict[str, Any]:
-    """Add the entries of these numbers, in this order; encode only what this process claims."""
+    """Add the entries of these numbers in this order, encoding only those that this process claims."""
     num_encoded = 0
     with DiskStore(cache) as store, store.writer() as writer:
         time.sleep(max(0.0, start - time.time()))
@@ -105,7 +102,7 @@ def add_all(cache: Path, numbers: Sequence[int], start: float) -> dict[str, Any]
 
 
 def precache_all(folder: Path, start: float) -> dict[str, Any]:
-    """A run of precache, with the tiny SDXL; each image that the VAE encodes is counted."""
+    """Run precache with the tiny SDXL, counting the images that its VAE encodes."""
     models, sizes = tiny_parts(), list[int]()
     models["vae"].encoder.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
     time.sleep(max(0.0, start - time.time()))
@@ -115,7 +112,7 @@ def precache_all(folder: Path, start: float) -> dict[str, Any]:
 
 
 def write_at_once(goal: Goal, cache: Path, num_keys: int, jobs: Sequence[Callable[[], dict[str, Any]]]) -> None:
-    """One payload a key, at most 1.05 encodes a key, and all of it whole."""
+    """Check that jobs leave one payload per key, encode at most 1.05 times per key, and leave no damage."""
     num_encoded = sum(each["num_encoded"] for each in together(goal, jobs))
     rows = [name for path in cache.glob("packs/*/*.safetensors") for name in read_row(path).names()]
     with DiskStore(cache, read_only=True) as store:
@@ -128,7 +125,7 @@ def write_at_once(goal: Goal, cache: Path, num_keys: int, jobs: Sequence[Callabl
         assert len(rows) == len(set(rows)), f"{len(rows)} payloads of {len(set(rows))} keys were written"
     with goal.case("one encode a key"):
         assert num_encoded <= MAX_ENCODES * num_keys, f"{num_encoded} encodes for {num_keys} keys"
-    with goal.case("all is whole"):
+    with goal.case("no damage"):
         assert verify(cache).ok, "verify finds damage"
 
 
@@ -150,7 +147,7 @@ def writers(soak: Soak) -> None:
 
 
 def batches(cache: Path, seed: int) -> Iterator[tuple[str, str]]:
-    """Epoch and number of each batch, and its digest. The cache is opened for it."""
+    """The epoch and number of each batch with its digest, from a newly opened cache."""
     dataset = LatentDataset(cache, "train", caption="random")
     with dataset.cache:
         sampler = BucketBatchSampler(dataset, BATCH_SIZE, seed=seed)
@@ -161,16 +158,16 @@ def batches(cache: Path, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def train(cache: Path, seed: int, until: float, expected: dict[str, str] | None = None) -> dict[str, Any]:
-    """Steps until then, at least one round of all epochs where nothing is expected."""
+    """Train until the given time. Without `expected` (the reference run) at least all epochs once."""
     found: dict[str, str] = {}
     num_steps, start = 0, 0.0
     while num_steps == 0 or time.time() < until:
         for name, digest in batches(cache, seed):
-            start = start or time.monotonic()  # not before the first batch is there
+            start = start or time.monotonic()  # excludes opening the cache
             time.sleep(STEP_S)
             num_steps += 1
             found[name] = digest
-            assert expected is None or expected[name] == digest, f"batch {name} differs from that of the solo run"
+            assert expected is None or expected[name] == digest, f"batch {name} differs from that of the reference run"
             if time.time() >= until and expected is not None:
                 break
     rate = num_steps / (time.monotonic() - start)
@@ -198,7 +195,7 @@ def precache_again(folder: Path, seed: int, until: float) -> dict[str, Any]:
 
 
 def command_again(command: str, cache: Path, until: float) -> dict[str, Any]:
-    """The command line, as a user runs it, but in a process that has imported torch already."""
+    """Run a command in a loop through the command line's entry point, without a new process each time."""
     counts = Counter[str]()
     while time.time() < until:
         text = io.StringIO()

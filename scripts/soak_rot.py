@@ -1,12 +1,12 @@
-"""Bit rot: flipped bits, bursts, truncations, exchanged payloads and packs, in each file of a cache.
+"""Bit rot: flipped bits, bursts, truncations, swapped payloads and packs in every kind of file of a cache.
 
     python scripts/soak_rot.py               # 10,000 flips, 2,000 bursts, 2,000 lengths, 200 exchanges
     python scripts/soak_rot.py --n 200       # 200 flips, and the others in proportion
 
-The cache is made by precache with the tiny models. After each damage a reader asks for every sample and prompt: what it
-gets is bit for bit what was stored, or one of latentcache's own errors. Damage of the memo meets precache, not a
-reader. In every tenth refused case the commands that the message names are run, and so on until all is there again, bit
-for bit.
+Precache makes the cache with the tiny models. After each damage every sample and prompt is read: the result must be
+bit-identical to what was stored, or one of latentcache's own errors. For damage of the memo precache runs first, since
+readers do not use it. In every tenth refused case the commands named in the messages are run until everything can be
+read again, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ NUM_PHOTOS = 12
 FIX_EVERY = 10
 MAX_COMMANDS = 6
 WEIGHTS = {"pack": 50, "index": 25, "manifest": 15, "memo": 5, "CACHE.json": 5}
-"""How often each kind of file is damaged."""
+"""Relative frequency of damage by kind of file."""
 
 Damage = tuple[str, str, Mapping[Path, bytes | None]]
-"""What was done, to which kind of file, and the bytes of files afterwards (None: no file)."""
+"""Description, kind of file, and the new bytes of each damaged file (None: removed)."""
 
 
 class Victim:
-    """A cache that is damaged and put back as it was, again and again."""
+    """A cache that is repeatedly damaged and restored."""
 
     def __init__(self, folder: Path):
         self.precache = Precache(folder / "photos", NUM_PHOTOS)
-        operations(self.precache)  # sets the size of packs
+        operations(self.precache)  # sets the pack size
         self.cache, self._template = folder / "cache", folder / "template"
         self.precache.run(self._template)
         self.files = {
@@ -57,18 +57,18 @@ class Victim:
         self.restore()
 
     def restore(self) -> None:
-        """The whole cache as it was."""
+        """Restore the whole cache."""
         shutil.rmtree(self.cache, ignore_errors=True)
         shutil.copytree(self._template, self.cache)
 
     def choose(self, generator: random.Random, kind: str | None = None) -> tuple[str, Path, bytes]:
-        """A file of the cache at random, and its bytes."""
+        """A random file of the cache, and its bytes."""
         kind = kind or generator.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         source = generator.choice(self.files[kind])
         return kind, self.cache / source.relative_to(self._template), source.read_bytes()
 
     def read(self, cache: Path) -> dict[str, str]:
-        """A digest of all that a reader gets for each sample and for the prompt."""
+        """A digest of everything that a reader gets for each sample and the prompt."""
         found = {}
         with LatentCache(cache, read_only=True) as opened:
             for name in opened.sample_ids():
@@ -80,29 +80,29 @@ class Victim:
         return found
 
     def read_after_precache(self, cache: Path) -> dict[str, str]:
-        """As `read`, after a run of precache, which uses the memo."""
+        """Like `read`, after a run of precache, which uses the memo."""
         self.precache.run(cache)
         return self.read(cache)
 
     def fix(self, read: Callable[[Path], dict[str, str]], message: str) -> None:
-        """Run the commands that the messages name, until all is there again."""
+        """Run the commands named in the error messages until everything can be read again."""
         commands: dict[str, Callable[[Path], object]] = {"rebuild": rebuild, "verify": verify}
         followed = []
         for _ in range(MAX_COMMANDS):
             followed.append(message)
             named = re.findall(r"(?:latentcache |run )(rebuild|verify|precache)", message)
-            assert named, f"no command is named: {message}"
+            assert named, f"the message names no command: {message}"
             try:
                 for command in dict.fromkeys(named):
                     commands.get(command, self.precache.run)(self.cache)
-                assert read(self.cache) == self.expected, f"it reads otherwise after following {followed}"
+                assert read(self.cache) == self.expected, f"different values after following {followed}"
                 return
             except LatentCacheError as error:
                 message = str(error)
         raise AssertionError(f"not fixed after following {followed}")
 
     def suffer(self, goal: Goal, kind: str, changed: Mapping[Path, bytes | None]) -> None:
-        """Write these bytes, read, and put all back as it was."""
+        """Write these bytes, read, and restore the files."""
         original = {path: path.read_bytes() for path in changed}
         read = self.read_after_precache if kind == "memo" else self.read
         is_touched = kind == "memo"
@@ -115,7 +115,7 @@ class Victim:
                 goal.count("identical")
             except LatentCacheError as error:
                 goal.count("refused")
-                if goal.figures["refused"] % FIX_EVERY == 0 and kind != "CACHE.json":  # no command writes that again
+                if goal.figures["refused"] % FIX_EVERY == 0 and kind != "CACHE.json":  # no command restores it
                     is_touched = True
                     goal.count("fixed_as_advised")
                     self.fix(read, str(error))
@@ -136,7 +136,7 @@ def flips(victim: Victim, dice: random.Random) -> Iterator[Damage]:
 
 
 def bursts(victim: Victim, dice: random.Random) -> Iterator[Damage]:
-    """Up to 4,096 bytes that follow each other are random, or zeros, as of a bad block."""
+    """Replace up to 4,096 consecutive bytes with random ones, or with zeros as in a bad block."""
     while True:
         kind, path, data = victim.choose(dice)
         at, length = dice.randrange(len(data)), dice.choice([2, 16, 512, 4096])
@@ -146,7 +146,7 @@ def bursts(victim: Victim, dice: random.Random) -> Iterator[Damage]:
 
 
 def lengths(victim: Victim, dice: random.Random) -> Iterator[Damage]:
-    """Most are too short, every tenth is too long."""
+    """Truncate files; extend every tenth."""
     while True:
         kind, path, data = victim.choose(dice)
         change = dice.randbytes(dice.randint(1, 4096)) if dice.random() < 0.1 else None
@@ -155,11 +155,11 @@ def lengths(victim: Victim, dice: random.Random) -> Iterator[Damage]:
 
 
 def exchanges(victim: Victim, dice: random.Random) -> Iterator[Damage]:
-    """Payloads of two keys of a pack, two packs, a pack over another, two manifests, a file that is gone."""
+    """Swap payloads of two keys, two packs or two manifests; copy a pack over another; remove a file."""
     while True:
         _, pack, data = victim.choose(dice, "pack")
         _, other, other_data = victim.choose(dice, "pack")
-        row, half = 2 * 8 * 8 * 8, len(data) // 2  # the columns are the last part of a pack
+        row, half = 2 * 8 * 8 * 8, len(data) // 2  # columns are at the end of a pack
         first, second = sorted(half + row * dice.randrange(max(1, half // row - 1)) for _ in range(2))
         changed = bytearray(data)
         changed[first : first + row], changed[second : second + row] = (

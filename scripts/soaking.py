@@ -1,7 +1,7 @@
-"""What the soak programs share: options, cases that pass or fail, the result, and small caches of real packs.
+"""Shared code of the soak programs: options, cases that pass or fail, the result, and small caches.
 
-A soak has one or more goals. Each case of a goal is a `with goal.case("..."):` block: an exception that leaves the
-block is a failure, which is kept with its traceback, and the program goes on. Its result is one JSON document.
+A soak has one or more goals. Each case of a goal is a `with goal.case("..."):` block. An exception in the block is
+recorded as a failure with its traceback, and the program continues. The result is one JSON document.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from latentcache.identity import digest, key_of
 from latentcache.types import Entry, Record
 
 MAX_KEPT = 50
-"""Failures of a goal that are kept with their text. All are counted."""
+"""Failures per goal that are reported with a traceback. All of them are counted."""
 
 
 @dataclass(slots=True)
 class Goal:
-    """One goal: how many cases there were, which failed, and figures of its own."""
+    """One goal: the number of cases, the failures, and figures."""
 
     goal: str
     n: int = 0
@@ -45,7 +45,7 @@ class Goal:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """A case, which fails if an exception leaves the block. KeyboardInterrupt and SystemExit end the program."""
+        """One case, which fails on any exception but KeyboardInterrupt and SystemExit."""
         self.n += 1
         try:
             yield
@@ -56,12 +56,12 @@ class Goal:
                 self.failed.append(f"{name}: {error!r}\n{traceback.format_exc()}")
 
     def count(self, figure: str, by: float = 1) -> None:
-        """Add to a figure, which begins at 0."""
+        """Add to a figure, which starts at 0."""
         self.figures[figure] = self.figures.get(figure, 0) + by
 
 
 class Soak:
-    """A run of a part: its options and size, a folder that is deleted at the end, its randomness and its goals."""
+    """One run of a part: options, size, a temporary folder, a random generator and the goals."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, n: int):
         self.options, self.folder, self.n = options, folder, n
@@ -69,31 +69,33 @@ class Soak:
         self.goals: list[Goal] = []
 
     def goal(self, text: str) -> Goal:
-        """A further goal of this part."""
+        """Add a goal to this part."""
         self.goals.append(Goal(text))
         return self.goals[-1]
 
     def say(self, text: str) -> None:
-        """A line of progress, on stderr."""
+        """Print a line of progress to stderr."""
         print(text, file=sys.stderr, flush=True)
 
 
 Parts = Mapping[str, tuple[Callable[[Soak], None], int, int]]
-"""What each part does, its full size, and the one of --tiny."""
+"""Function, full size and tiny size of each part, by name."""
 
 
 def run_soak(parts: Parts, description: str | None) -> int:
-    """Run the parts, each in a new folder, and print the result.
+    """Run the parts, each in a temporary folder, and print the result.
 
-    Returns the exit code: 1 if a case failed, or a goal had none.
+    Returns the exit code: 1 if a case failed or a goal had no case.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = ", ".join(f"{n:,} of {name}" for name, (_, n, _) in parts.items())
     parser.add_argument("--n", type=int, help=f"size of each part (default: {sizes})")
-    parser.add_argument("--part", nargs="+", choices=list(parts), default=list(parts), help="only these (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="a short run of each")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where files are made, and deleted (default: the system's)")
+    parser.add_argument(
+        "--part", nargs="+", choices=list(parts), default=list(parts), help="run only these parts (default: all)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use small sizes")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="parent of the temporary folder (default: the system's)")
     options = parser.parse_args()
     start, goals = time.monotonic(), []
     for name in options.part:
@@ -118,7 +120,7 @@ def image_entry(number: int) -> Entry:
 
 
 def text_entry(number: int) -> Entry:
-    """Embeddings of a caption, whose number of tokens differs from caption to caption."""
+    """Embeddings of a caption. The number of tokens varies with `number`."""
     return _entry("text", number, {"prompt_embeds": (1 + number % 5, 16), "pooled_prompt_embeds": (8,)})
 
 
@@ -131,12 +133,12 @@ def _entry(kind: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> Ent
 
 
 def sample_entries(numbers: Iterable[int]) -> list[Entry]:
-    """Two entries for each sample: its image and its caption."""
+    """The image entry and the text entry of each sample."""
     return [entry for number in numbers for entry in (image_entry(number), text_entry(number))]
 
 
 def write_photo(path: Path, seed: int) -> None:
-    """A photo of 64x64 pixels with a caption, in place of the one that may be there."""
+    """Write a photo of 64x64 pixels with a caption, replacing an existing one."""
     values = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
@@ -146,7 +148,7 @@ def write_photo(path: Path, seed: int) -> None:
 
 
 def config_of(cache: Path, name: str, photos: Path) -> Config:
-    """Precache of photos and one prompt by the tiny SDXL."""
+    """A config that precaches photos and one prompt with the tiny SDXL."""
     dataset = {
         "name": name,
         "source": {"path": photos},
@@ -164,9 +166,9 @@ def config_of(cache: Path, name: str, photos: Path) -> Config:
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """A digest of names, dtypes, shapes and bytes of tensors, and the text of other values.
+    """A digest of the names, dtypes, shapes and bytes of tensors and the repr of other values.
 
-    It is this program's own: a fault of the store's digests shows.
+    It is independent of the store's digests, so that a fault in those shows.
     """
     parts = []
     for name, value in sorted(values.items()):

@@ -1,9 +1,9 @@
 """Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
-CONTRIBUTING.md says what the lanes are. `--lane NAME` runs this lane alone, without the checks, and may come several
-times. Three lanes run only so: `floor`, whose torch brings gigabytes of CUDA libraries; `deepspeed`, which installs
-DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own. Extra arguments go to
-pytest: in the default lane, or in all that `--lane` names.
+CONTRIBUTING.md describes the lanes. `--lane NAME` runs only that lane, without ruff and mypy; it may be repeated. Three
+lanes run only when they are named: `floor`, whose torch downloads gigabytes of CUDA libraries; `deepspeed`, which
+installs DeepSpeed into .venv and needs a C++ compiler; and `onetrainer-pins`, which has its own environment. Extra
+arguments go to pytest, in the default lane or in the lanes that are named.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from unittest.mock import patch
 import bootstrap
 
 NUM_WORKERS = str(min(4, os.cpu_count() or 1))
-"""Processes that share the tests of a lane. The models are tiny: torch's threads would wait for each other."""
+"""pytest processes of a lane. Each runs torch with one thread, because the models are tiny."""
 MEMORY = Path("/dev/shm")
-"""Linux' file system in memory. The suite writes thousands of small files durably: a disk takes half of its time."""
+"""Linux's in-memory file system. The suite fsyncs thousands of small files; on a disk that takes half of its time."""
 MEMORY_BYTES = 2 << 30
 LANES = (
     *("default", "sim", "bench", "soak", "families", "service", "remote", "page", "core", "wheel", "windows", "cuda"),
@@ -38,9 +38,9 @@ WINDOWS_TESTS = (
     *("tests/transfers/test_transfers.py", "tests/service/test_routes.py", "tests/service/test_uploads.py"),
 )
 NOT_ON_WINDOWS = "not (takes_the_place_of_a_damaged_file or pack_that_lies or full_disk or replaced_while_it_is_read)"
-"""A damaged pack that the index does not know may be mapped, and so is one that is refused: there the file stays until
-the server starts again. Nothing replaces a manifest that is being sent. And the full disk is made by way of `os.write`,
-in whose place the rules have their own."""
+"""Tests that cannot pass on Windows. A mapped file cannot be replaced, so a damaged or refused pack stays until the
+server restarts, and a manifest cannot be replaced while it is sent. The full disk is simulated by patching `os.write`,
+which the Windows rules patch as well."""
 OPT_IN = ("floor", "deepspeed", "onetrainer-pins")
 IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test")
@@ -56,12 +56,12 @@ CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
 def run(*command: str) -> int:
-    """The exit code of a command that runs in the project's root."""
+    """Run a command in the project's root. Returns its exit code."""
     return subprocess.run(command, cwd=bootstrap.ROOT, check=False).returncode
 
 
 def lane(name: str, *arguments: str, python: str = sys.executable, program: Sequence[str] = ("-m", "pytest")) -> bool:
-    """Whether the lane's tests pass. A lane that finds no test fails too."""
+    """Run a lane's tests. Returns whether they passed; a lane without tests fails."""
     print(f"lane {name}", flush=True)
     start = time.monotonic()
     passed = run(python, *program, *arguments) == 0
@@ -71,7 +71,7 @@ def lane(name: str, *arguments: str, python: str = sys.executable, program: Sequ
 
 @contextmanager
 def temporary_files_in_memory() -> Iterator[None]:
-    """Temporary files of the tests that run now lie in memory, where it has room for them."""
+    """Put the tests' temporary files into memory inside the block, if there is room."""
     if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < MEMORY_BYTES:
         yield
         return
@@ -82,7 +82,7 @@ def temporary_files_in_memory() -> Iterator[None]:
 
 
 def install_deepspeed() -> bool:
-    """Whether DeepSpeed is in .venv, after installing it if it was not."""
+    """Install DeepSpeed into .venv unless it is there. Returns whether it is there now."""
     if importlib.util.find_spec("deepspeed") is not None:
         return True
     print("installing DeepSpeed into .venv ...", file=sys.stderr, flush=True)
@@ -91,7 +91,7 @@ def install_deepspeed() -> bool:
 
 
 def install_chromium() -> None:
-    """Install Chromium where that can be done. Where it cannot, the tests that need it fail, and say so."""
+    """Install Chromium if root may use apt-get here. Without Chromium the tests that need it fail and say so."""
     if CHROMIUM.exists() or shutil.which("apt-get") is None or os.geteuid() != 0:
         return
     print("installing Chromium ...", file=sys.stderr, flush=True)
@@ -101,18 +101,18 @@ def install_chromium() -> None:
 
 
 def installed(environment: bootstrap.Environment) -> bool:
-    """Whether an environment next to .venv is there and up to date, after making it if it was not."""
+    """Create or update an environment next to .venv. Returns whether that succeeded."""
     try:
         bootstrap.install(environment)
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:  # of pip, or of an interpreter that is not here
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:  # pip failed, or the interpreter is missing
         print(f"{environment.name}: {error}", file=sys.stderr)
         return False
     return True
 
 
 def lane_elsewhere(name: str, *arguments: str) -> bool:
-    """Whether a lane passes that runs in an environment of its own, or under the rules of another system."""
-    if name in ("core", "floor"):  # pytest is not there
+    """Run a lane that has its own environment or another system's rules. Returns whether it passed."""
+    if name in ("core", "floor"):  # without pytest
         made = CORE if name == "core" else FLOOR
         return installed(made) and lane(name, python=str(made.python), program=["tests/golden/read_with_core.py"])
     if name == "wheel":
@@ -127,7 +127,9 @@ def lane_elsewhere(name: str, *arguments: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lane", action="append", choices=LANES, metavar="NAME", help=f"only this: {', '.join(LANES)}")
+    parser.add_argument(
+        "--lane", action="append", choices=LANES, metavar="NAME", help=f"run only this lane: {', '.join(LANES)}"
+    )
     known, for_pytest = parser.parse_known_args(arguments)
     bootstrap.inside()
 
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
-    """Whether the tests of this lane pass."""
+    """Run the tests of a lane. Returns whether they passed."""
     shared = ("-n", NUM_WORKERS, "--dist", "worksteal")
     match name:
         case "default":

@@ -4,8 +4,8 @@
     python -m latentcache.train_lora CONFIG --steps 1000 --validate_every 100
     latentcache validate CONFIG --lora lora
 
-It needs `pip install 'latentcache[encode,lora]'`; in a checkout it is scripts/train_lora.py. Made to be read from top
-to bottom, and copied. While it trains, no VAE and no text encoder is on the device.
+It needs `pip install 'latentcache[encode,lora]'`; in a checkout it is scripts/train_lora.py. Read it from top to bottom
+and copy what you need. While it trains, neither the VAE nor a text encoder is on the device.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ from latentcache.integrations.diffusers import (
 )
 
 FUSED = ("cpu", "cuda", "mps", "xpu")
-"""Types of devices for which torch has fused optimizer kernels."""
+"""Device types with fused optimizer kernels in torch."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 SWITCHES = {
-    "resume": "go on from the checkpoint in --out",
-    "encode": "encode what the cache lacks before training, and what is found damaged in it; loads the models for that",
-    "gradient_checkpointing": "compute activations twice and keep few: less memory, slower; for cards below 24 GB",
+    "resume": "continue from the checkpoint in --out",
+    "encode": "before training, encode entries that are missing or damaged; loads the VAE and text encoders for that",
+    "gradient_checkpointing": "recompute activations in the backward pass: less memory, slower; for cards below 24 GB",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end.
+    """The flags. `validate_every` and `checkpoint_every` are numbers of steps; 0 means only at the end.
 
-    `denoiser` is a file, folder or hub id in place of the model's own. What is chosen at each visit of a sample is in
-    the config (`train`).
+    `denoiser` is a file, folder or hub id that replaces the model's own denoiser. Choices made each time a sample is
+    read (captions, flips, dropout) are in the config's `train` section.
     """
 
     steps: int = 1000
@@ -95,10 +95,13 @@ class Options:
 
 
 def train(config: Config, options: Options, *, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Train, validate, save the LoRA in `out`; returns the results as plain data. `stop` ends the run after its step.
+    """Train, validate and save the LoRA in `out`. Returns the results as plain data.
 
-    A run that was stopped and resumed gives the same bits as one that was not, and validation changes none of them.
-    torch's global generator is seeded. Raises ConfigError, StoreError, ModelError, DeviceError, CheckpointError.
+    Setting `stop` ends the run after the current step. A resumed run is bit-identical to an uninterrupted one, and
+    validation does not change the training. Seeds torch's global generator.
+
+    Raises:
+        ConfigError, StoreError, ModelError, DeviceError, CheckpointError: See `latentcache.errors`.
     """
     stop = stop or threading.Event()
     training = Training(config, options)
@@ -106,7 +109,7 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
     first = training.load() if options.resume else 0
     bar = tqdm(range(first + 1, options.steps + 1), desc="train", initial=first, total=options.steps)
     step, losses, validations, lora = first, [], [], None
-    with training.loader as loader:  # the loader's thread, which reads ahead, ends with the block
+    with training.loader as loader:  # leaving the block ends the thread that prefetches
         for step, batch in zip(bar, loader.forever(), strict=False):
             losses.append(training.step(batch))
             bar.set_postfix(loss=f"{losses[-1]:.4f}")
@@ -119,7 +122,7 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
                 validations.append(validate(runner, step))
     interrupted = stop.is_set()
     if not interrupted:
-        # Before the validation, which may fail.
+        # Save before the last validation, which may fail.
         lora = save_lora(training.denoiser, options.out, family=training.family, step=step)
         if runner is not None:
             validations.append(validate(runner, step))
@@ -138,37 +141,37 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
 
 
 class Training:
-    """The denoiser (a UNet or a transformer) with its LoRA, what trains it, and the data."""
+    """The denoiser (a UNet or a transformer) with its LoRA, its optimizer and the data."""
 
     def __init__(self, config: Config, options: Options):
         self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint.pt"
         if min(options.steps, options.rank, options.batch_size) < 1:
-            raise errors.ConfigError("steps, rank and batch_size are at least 1")
+            raise errors.ConfigError("steps, rank and batch_size must be at least 1")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise errors.ConfigError(
-                "WORLD_SIZE is above 1, but this script trains in one process: start it without torchrun"
+                "WORLD_SIZE is above 1, but this script trains in a single process: start it without torchrun"
             )
         if config.cache.store == "cpu" or not any(dataset.role == "train" for dataset in config.datasets):
             raise errors.ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
         if self.checkpoint.exists() and not options.resume:
             raise errors.CheckpointError(
-                self.checkpoint, "is of an earlier run: go on with --resume, or choose another --out"
+                self.checkpoint, "belongs to an earlier run: continue it with --resume, or choose another --out"
             )
         check_writable(options.out)
         self.cache = LatentCache(config.cache)
         self.dataset = training_set(config, self.cache)
-        # At each visit the sampler's seed determines the draw of the latents, the caption and the flip.
+        # The sampler's seed determines the latents' noise, the caption and the flip of each sample in each epoch.
         sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
         encode = partial(run_precache, config) if options.encode else None
         self.loader = LatentLoader(sampler, device=options.device, dtype=torch.float32, scaled=True, encode=encode)
-        self.loader.encode_missing()  # now, while no denoiser is on the device
+        self.loader.encode_missing()  # now, before the denoiser is on the device
         self.generator = torch.Generator().manual_seed(options.seed)
         self.device = self.loader.device
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
 
-        # The family knows what its denoiser takes, and which layers get a LoRA. The denoiser is frozen, in the dtype of
-        # the computation; the LoRA in it is trained, in float32.
+        # The family knows the denoiser's inputs and which layers get a LoRA. The denoiser is frozen in the compute
+        # dtype; the LoRA is trained in float32.
         self.family = family_of(self.dataset, self.cache)
         check_controls(self.family, self.cache, [dataset.name for dataset in config.datasets], config)
         torch.manual_seed(options.seed)
@@ -188,11 +191,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.learning_rate, fused=fused)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
         self.scheduler = load_scheduler(options.denoiser or None, model=config.model, family=self.family)
-        # Of two denoisers in a model each is trained alone, at its own timesteps.
+        # A model with two denoisers (Wan 2.2) trains each of them alone, at its own timesteps.
         self.within = denoised_share(config.model, self.family)
         self.schedule = NoiseSchedule.of(self.scheduler, self.within)
 
-        # A phase says which parts are on the device. In training it is the denoiser alone; the others are on the CPU.
+        # A phase says which parts are on the device: in training only the denoiser, while the others stay on the CPU.
         self.parts = {name: getattr(self, name) for name in ("optimizer", "scaler", "scheduler")}
         self.parts |= {self.family.denoiser: self.denoiser, **validation_parts(config, self.cache)}
         self.phases = Phases(self.parts, device=self.device)
@@ -211,12 +214,12 @@ class Training:
         return loss.item()
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The mean squared error of what the denoiser predicts, at a random timestep of each sample.
+        """The mean squared error of the denoiser's prediction at a random timestep for each sample.
 
-        Masks count, and how much the dataset of each sample counts (`loss_weight`).
+        It is weighted by masks and by the `loss_weight` of each sample's dataset.
         """
         latents = batch["latents"]
-        # Drawn on the CPU: the numbers are the same on every device.
+        # Drawn on the CPU, so that every device gets the same numbers.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
         index = self.schedule.draw(self.family.timesteps, len(latents), self.generator)
         noisy = self.schedule.noised(latents, noise, index).to(self.dtype)
@@ -228,7 +231,7 @@ class Training:
         return (squares * weights.reshape(-1, *[1] * (squares.ndim - 1))).mean()
 
     def validation_runner(self) -> ValidationRunner | None:
-        """None where there is nothing to validate, and `validate_every` is 0."""
+        """The runner, or None if there is nothing to validate and `validate_every` is 0."""
         has_set = any(dataset.role == "validation" for dataset in self.config.datasets)
         if not (has_set or self.config.validation.prompts or self.options.validate_every):
             return None
@@ -236,7 +239,7 @@ class Training:
         return ValidationRunner(self.parts, self.cache, self.config, **options)
 
     def settings(self) -> dict[str, Any]:
-        """What must be the same when a run is resumed."""
+        """Settings that must not change when a run is resumed."""
         names = ("learning_rate", "batch_size", "seed")
         return {name: getattr(self.options, name) for name in names} | {"num_items": len(self.dataset)}
 
@@ -249,7 +252,7 @@ class Training:
             epoch=step // len(self.loader),
             step=step,
             extra={
-                "lora": lora_settings(self.denoiser),  # without them the LoRA's weights mean nothing
+                "lora": lora_settings(self.denoiser),  # needed to interpret the LoRA's weights
                 "settings": self.settings(),
                 "generator": self.generator.get_state(),
                 "loader": self.loader.state_dict(),
@@ -257,25 +260,25 @@ class Training:
         )
 
     def load(self) -> int:
-        """Load the checkpoint, each tensor to where it is on the device now; returns how many steps are done."""
+        """Load the checkpoint into the tensors that are on the device. Returns the number of steps done."""
         state = load_checkpoint(self.checkpoint, model=self.denoiser, optimizer=self.optimizer, scaler=self.scaler)
         here = self.settings()
         differing = [
-            f"{k}: {v} when it began, {here[k]} now" for k, v in state.extra["settings"].items() if v != here[k]
+            f"{k}: {v} when the run started, {here[k]} now" for k, v in state.extra["settings"].items() if v != here[k]
         ]
         if differing:
             raise errors.CheckpointError(
-                self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing)
+                self.checkpoint, "cannot be resumed with different settings:", offenders=tuple(differing)
             )
         if "loader" not in state.extra:
-            raise errors.CheckpointError(self.checkpoint, "has no place in the data: an earlier version wrote it")
+            raise errors.CheckpointError(self.checkpoint, "lacks the loader's state: an earlier version wrote it")
         self.generator.set_state(state.extra["generator"])
         self.loader.load_state_dict(state.extra["loader"])
         return state.step
 
 
 def training_set(config: Config, cache: LatentCache) -> LatentDataset:
-    """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
+    """The cached samples of the config's training sets. Sets with the role `validation` are never trained on."""
     sets = [dataset for dataset in config.datasets if dataset.role == "train"]
     missing = sorted({dataset.name for dataset in sets} - set(cache.dataset_names()))
     if missing:
@@ -292,27 +295,26 @@ def training_set(config: Config, cache: LatentCache) -> LatentDataset:
     )
     if not found.facts.texts:
         raise errors.ConfigError(
-            "encode.text is none, so that no caption was encoded, and this script encodes none: set it to all and run "
-            "`latentcache precache CONFIG` again; or train the text encoders in a loop of your own",
+            "encode.text is none, so no caption is cached: set it to all and run `latentcache precache CONFIG` again, "
+            "or train the text encoders in a loop of your own (this script does not)",
             key="encode.text",
         )
     if not len(found):
-        raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
+        raise errors.StoreError(f"{cache.path}: all samples were refused; `latentcache precache CONFIG` says why")
     return found
 
 
 def family_of(dataset: LatentDataset, cache: LatentCache) -> Family:
-    """The model family that the training sets were encoded with."""
+    """The model family that the training sets were encoded for."""
     families = {cache.manifest(name).family for name in dataset.names}
     if len(families) > 1:
-        raise errors.ConfigError(
-            f"the training sets are of {', '.join(sorted(each.name for each in families))}: name one"
-        )
+        names = ", ".join(sorted(each.name for each in families))
+        raise errors.ConfigError(f"the training sets belong to several families, {names}: use one")
     return families.pop()
 
 
 def check_writable(folder: Path) -> None:
-    """Find out before the first step, and not after the last one, that the results can be written."""
+    """Check that results can be written, before the first step rather than after the last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryDirectory(dir=folder).cleanup()
@@ -325,7 +327,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
-    """`auto`: float32 on the CPU, elsewhere bfloat16 where the device computes it, else float16."""
+    """The dtype for `mixed_precision`. `auto`: float32 on the CPU, else bfloat16 if the device has it, else float16."""
     if mixed_precision != "auto":
         return DTYPES[mixed_precision]
     if device.type == "cpu":
@@ -335,9 +337,9 @@ def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
 
 
 def validate(runner: ValidationRunner, step: int) -> dict[str, Any]:
-    """The report as plain data, with the paths of its images, its grid of images and its plot."""
+    """Validate. Returns the report as plain data with the paths of its images, grid and plot."""
     report = runner.run(step)
-    assert report is not None and runner.paths is not None, "one process has no other ranks"
+    assert report is not None and runner.paths is not None, "a single process is the main rank"
     loss = "not measured" if report.loss is None else f"{report.loss.loss.mean:.4f}"
     tqdm.write(f"step {step}: validation loss {loss}; results in {runner.paths.folder}", file=sys.stderr)
     pictures = {"grid": runner.paths.grid, "plot": runner.paths.plot}
@@ -375,13 +377,13 @@ def main() -> int:
             print(json.dumps({"error": str(error), "type": type(error).__name__}))
         return 2
     except KeyboardInterrupt:
-        print("train_lora: interrupted at once; the last checkpoint, if any, is whole", file=sys.stderr)
+        print("train_lora: interrupted; the last checkpoint, if any, is intact", file=sys.stderr)
         return 130
     if as_json:
         losses = [loss if math.isfinite(loss) else None for loss in result["losses"]]  # JSON has no NaN
         print(json.dumps(result | {"losses": losses}))
     else:
-        last_loss = f"{result['losses'][-1]:.4f}" if result["losses"] else "none: nothing was left to train"
+        last_loss = f"{result['losses'][-1]:.4f}" if result["losses"] else "none: no steps were left"
         print(f"step {result['step']}, loss {last_loss}\ncheckpoint {result['checkpoint']}\nLoRA {result['lora']}")
     return 128 + caught[0] if result["interrupted"] else 0
 
