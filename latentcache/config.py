@@ -102,8 +102,6 @@ class CacheConfig(Section):
     path: CacheLocation = Path("cache", DEFAULT)
     """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
     (`latentcache serve`). Several datasets, models and runs may share one."""
-    store: Literal["disk", "cpu"] = "disk"
-    """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
     salt: str = ""
     """Part of every key. Another salt makes all entries that exist a miss."""
     max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
@@ -611,8 +609,6 @@ class RayConfig(Section):
     num_cpus: Share = 1.0
     """CPUs of each encoder, which also decodes (`encode.num_workers` threads). One that encodes on the CPU uses as many
     threads."""
-    min_encoders: int = Field(1, ge=1)
-    """The run fails where so many encoders do not start within `wait_s`."""
     max_encoders: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Encoders at once. More than the cluster has room for now make it grow, where it can. `auto`: as many as there is
     room for now; of those without a GPU one for each node."""

@@ -151,8 +151,8 @@ class Training:
             raise errors.ConfigError(
                 "WORLD_SIZE is above 1, but this script trains in a single process: start it without torchrun"
             )
-        if config.cache.store == "cpu" or not any(dataset.role == "train" for dataset in config.datasets):
-            raise errors.ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
+        if not any(dataset.role == "train" for dataset in config.datasets):
+            raise errors.ConfigError("training needs a dataset with `role: train`")
         if self.checkpoint.exists() and not options.resume:
             raise errors.CheckpointError(
                 self.checkpoint, "belongs to an earlier run: continue it with --resume, or choose another --out"

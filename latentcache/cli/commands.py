@@ -70,8 +70,6 @@ def precache(
 
         run_precache = partial(on_ray, address=ray)
     loaded = options.load(config)
-    if loaded.cache.store == "cpu" and not dry_run:
-        logger.warning("cache.store is cpu: entries live in this process only, and are gone when this command ends")
     stop = threading.Event()
     with stop_on_signals(stop) as caught:
         report = run_precache(

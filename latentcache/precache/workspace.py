@@ -81,8 +81,6 @@ class Workspace(AbstractContextManager["Workspace"]):
 
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
-    if config.store == "cpu":
-        return Workspace()
     path = config.path
     if isinstance(path, str) and kind_of(path) == "hub":
         if not read_only:

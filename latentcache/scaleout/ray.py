@@ -172,8 +172,6 @@ def precache(
 
     Raises ClusterError where the cluster does not answer, or has not what is requested, and what `run_precache` raises.
     """
-    if config.cache.store == "cpu":
-        raise ConfigError("cache.store is cpu: the memory of one process is no cache of a cluster", key="cache.store")
     shard = Shard.from_environment()
     if shard.world_size > 1:
         raise ConfigError("Ray shares the work by itself: start one process, not one for each GPU", source="WORLD_SIZE")
@@ -272,9 +270,9 @@ class RayCluster:
         if not self._num_gpus:
             room = [min(1, number) for number in room]
         most = sum(room) if settings.max_encoders == "auto" else settings.max_encoders
-        if most < settings.min_encoders or not any(room):
+        if not any(room):
             logger.warning("%s Waiting for %g s.", self._missing(), settings.wait_s)
-        return max(settings.min_encoders, most)
+        return max(1, most)
 
     def _missing(self) -> ClusterError:
         settings, has = self._settings, self._ray.cluster_resources()
@@ -283,10 +281,10 @@ class RayCluster:
         kind = "" if settings.accelerator_type is None else f" of type {settings.accelerator_type}"
         return ClusterError(
             self._address,
-            f"{settings.min_encoders} encoders with {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs each "
-            f"are wanted; all nodes together have {there}, of which other programs may use some",
-            "Add nodes, or change ray.num_gpus, ray.accelerator_type, ray.num_cpus or ray.min_encoders. Where machines "
-            "must start first, raise ray.wait_s.",
+            f"an encoder needs {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs; all nodes together have "
+            f"{there}, some of which other programs may be using",
+            "Add nodes, or change ray.num_gpus, ray.accelerator_type or ray.num_cpus. If machines must start first, "
+            "raise ray.wait_s.",
         )
 
 
@@ -305,13 +303,13 @@ class _Run:
         """The answer that comes when an encoder runs -> the encoder."""
         self._running: dict[Any, tuple[Any, Work, int]] = {}
         self._idle: list[Any] = []
-        self._num_started, self._is_told = 0, False
+        self._is_told = False
 
     def run(self, settings: RayConfig, num_encoders: int, missing: Callable[[], ClusterError]) -> None:
         """Encode everything. Errors of encoders are raised here; `missing()` where nothing can run."""
         for _ in range(num_encoders):
             self._request_encoder()
-        enough, active_at = min(settings.min_encoders, num_encoders), time.monotonic()
+        active_at = time.monotonic()
         try:
             while self._has_work():
                 while self._todo and self._idle:
@@ -321,10 +319,9 @@ class _Run:
                 for answer in come:
                     if answer in self._starting:
                         self._idle.append(self._starting.pop(answer))
-                        self._num_started += 1
                     else:
                         self._take(answer)
-                if self._running and self._num_started >= enough:
+                if self._running:
                     active_at = time.monotonic()
                 elif self._has_work() and time.monotonic() - active_at > settings.wait_s:
                     raise missing()

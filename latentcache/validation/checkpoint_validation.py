@@ -47,8 +47,6 @@ def validate(
     says, MetricsError, ModelError, DeviceError, and StoreError for what is not cached.
     """
     other = None if against is None else _losses_in(against)
-    if config.cache.store == "cpu":
-        raise ConfigError("cache.store is cpu: such a cache ends with its process; set it to disk", key="cache.store")
     device = device_named(config.encode.device)
     # Opened first: an empty cache is reported before any model is loaded.
     with LatentCache(config.cache) as cache:

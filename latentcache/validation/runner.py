@@ -378,7 +378,7 @@ class MissingEntryEncoder:
             if cache.path is None or isinstance(cache.path, str):
                 yield Workspace(cache.store, cache.manifests), models
             else:
-                on_disk = self._config.cache.model_copy(update={"path": cache.path, "store": "disk"})
+                on_disk = self._config.cache.model_copy(update={"path": cache.path})
                 # A training is not to end because somebody compacts the cache.
                 with open_workspace(on_disk) as workspace, workspace.in_use(wait=True):
                     yield workspace, models

@@ -202,5 +202,5 @@ def test_stopping_seals_what_is_done(make_config: MakeConfig, photos: Path, clus
 
 def test_a_cluster_without_what_is_wanted_is_an_error_soon(make_config: MakeConfig, cluster: Any) -> None:
     config = make_config(**(GPU | {"ray.accelerator_type": "H100", "ray.wait_s": 1}))
-    with pytest.raises(ClusterError, match=r"1 encoders with 1 GPUs of type H100 .* have CPU 2, GPU 2.*min_encoders"):
+    with pytest.raises(ClusterError, match=r"an encoder needs 1 GPUs of type H100 .* have CPU 2, GPU 2"):
         quickly(config, cluster)
