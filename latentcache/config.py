@@ -1,4 +1,4 @@
-"""All settings, as one schema: unknown ones are errors, and nothing changes once it was checked.
+"""The schema of a config. Unknown settings are errors, and a checked config is immutable.
 
 Relative paths in a config are relative to the working directory, as in every trainer.
 """
@@ -32,28 +32,28 @@ from latentcache.utils.durable_files import expanded
 from latentcache.utils.wording import counted
 
 TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
-"""Of the environment: the token of a service that allows reading, and the one that allows writing too."""
+"""Environment variables with the tokens of a service: one grants read access, the other read and write access."""
 PROMPTS_PREFIX = "validation-prompts"
-"""First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
+"""Prefix of the manifests that hold cached validation prompts. Reserved: no dataset's name may start with it."""
 MAX_REPEATS = 1_000_000
-"""Upper bound for `repeats`: larger values are typos, and an epoch's order would not fit into memory."""
+"""Upper bound for `repeats`. A larger value is a typo, and an epoch's order would not fit into memory."""
 MAX_VARIANTS = 1000
-"""Upper bound for the texts that are made of one caption: each is an entry."""
+"""Upper bound for the variants of one caption. Each variant is an entry."""
 RETRY_S = 30.0
-"""For so long a request is tried again that is not answered."""
+"""How long a request that gets no response is retried."""
 
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])\Z", re.IGNORECASE)
 
 
 def _no_device(name: str) -> str:
     if WINDOWS_DEVICE.match(name):
-        raise ValueError(f"{name!r} names a device under Windows, where no file can have it: choose another name")
+        raise ValueError(f"{name!r} is a reserved device name on Windows and cannot name a file: choose another name")
     return name
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"), AfterValidator(_no_device)]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a hub id; `~` is the home directory."""
+"""A path or a hub id. A leading `~` is expanded."""
 UserPath = Annotated[Path, AfterValidator(expanded)]
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Alias = BeforeValidator(lambda name: DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name)
@@ -62,7 +62,7 @@ Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _encodable(prompt: str) -> str:
-    prompt.encode()  # a lone surrogate is a ValueError: tokenizers take UTF-8 only
+    prompt.encode()  # raises ValueError for a lone surrogate: tokenizers accept UTF-8 only
     return prompt
 
 
@@ -70,13 +70,13 @@ Prompt = Annotated[str, AfterValidator(_encodable)]
 
 
 class Section(BaseModel):
-    """A section of the config. Docstrings of its fields are their descriptions, in the reference and in `--help`."""
+    """A section of the config. The docstrings of its fields are what the reference and `--help` show."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RemoteOptions(TypedDict, total=False):
-    """How a bucket or a service is used: see `CacheConfig`. `token` is by default that of LATENTCACHE_TOKEN."""
+    """Options for a cache in a bucket or behind a service: see `CacheConfig`. `token` defaults to LATENTCACHE_TOKEN."""
 
     token: str | None
     local: str | Path | None
@@ -85,47 +85,47 @@ class RemoteOptions(TypedDict, total=False):
 
 
 def check_options(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """TypeError for an option that is not in RemoteOptions, with what there is that is spelled alike."""
+    """Raise TypeError for an option that RemoteOptions lacks, and suggest the closest name."""
     for name in options.keys() - RemoteOptions.__annotations__.keys():
         known = [*inspect.signature(function).parameters, *RemoteOptions.__annotations__]
         near = difflib.get_close_matches(name, known, n=1)
-        asked = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-        raise TypeError(f"{function.__qualname__.split('.')[0]} has no option {name!r}{asked}")
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+        raise TypeError(f"{function.__qualname__.split('.')[0]} has no option {name!r}{hint}")
 
 
 class CacheConfig(Section):
-    """Where the cache is, and which entries may be used."""
+    """Where the cache is, how large it may grow, and which entries may be used."""
 
-    # A path may be a URL into which somebody pasted a password.
+    # A pasted URL may contain a password.
     model_config = ConfigDict(hide_input_in_errors=True)
 
     path: CacheLocation = Path("cache", DEFAULT)
-    """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
-    (`latentcache serve`). Several datasets, models and runs may share one."""
+    """Where the cache is: a directory, a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or the URL of a service
+    (`latentcache serve`). Several datasets, models and runs can share one cache."""
     salt: str = ""
-    """Part of every key. Another salt makes all entries that exist a miss."""
+    """Part of every key. Change it to invalidate all existing entries."""
     max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs, e.g. 50GB or 50GiB. After a run `precache` removes what is beyond: of what no manifest refers to,
-    the longest unused first. Default: nothing is removed."""
+    """Size limit of the packs, e.g. 50GB or 50GiB. After each run `precache` removes entries that no manifest refers
+    to, least recently used first, until the packs fit. null: nothing is removed."""
     unverified: bool = False
-    """Train and validate on imported entries too that were not verified."""
+    """Also train and validate on imported entries that have not been verified."""
     local: UserPath | None = None
-    """Where the cache is elsewhere: a folder of this machine for the packs that are read. Processes may share it.
-    Default: one in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`), of this cache alone."""
+    """For a bucket or service: local folder that keeps the packs that were read; processes can share it. null: a
+    folder for this cache alone in the user's cache folder (`XDG_CACHE_HOME` or `~/.cache`)."""
     local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs of one cache in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is
-    removed. Random order needs the room of all packs that are read: with less, packs are fetched again and again.
-    Pack order (`LatentLoader`) does not."""
+    """Size limit of one cache's packs in `local`, e.g. 50GB. The least recently used packs are evicted first. null: no
+    limit. Reading in random order needs room for all packs of the dataset, or packs are downloaded over and over; pack
+    order (`LatentLoader`) does not."""
     retry_s: float = Field(RETRY_S, gt=0, allow_inf_nan=False)
-    """Where the cache is a bucket or a service: for so long a request is tried again that is not answered."""
+    """For a bucket or service: how many seconds to retry a request that gets no response."""
 
     def remote_options(self) -> RemoteOptions:
-        """How a bucket or a service is used. The token is not part of a config: it comes from LATENTCACHE_TOKEN."""
+        """The options for a bucket or a service. A config holds no token: that comes from LATENTCACHE_TOKEN."""
         return RemoteOptions(local=self.local, local_max_bytes=self.local_max_bytes, retry_s=self.retry_s)
 
 
 def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
-    """The directory (a Path) or the URL (text) that a caller gives. StoreError for what `cache_location` refuses."""
+    """Return a directory as Path, or a URL as str. Raises StoreError for what `cache_location` refuses."""
     if isinstance(value, CacheConfig):
         return value.path
     try:
@@ -135,61 +135,58 @@ def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
 
 
 RuleName = Literal["latentcache", "kohya", "simpletuner", "onetrainer", "diffusers"]
-_SETTINGS_OF_RULE: dict[str, frozenset[str]] = {
+SETTINGS_OF_RULE: dict[str, frozenset[str]] = {
     "latentcache": frozenset({"area", "step", "max_aspect"}),
     "kohya": frozenset({"resolution", "step", "square", "min_side", "max_side", "upscale"}),
     "simpletuner": frozenset({"resolution", "step", "square", "resolution_type"}),
     "onetrainer": frozenset({"resolution", "step", "square"}),
     "diffusers": frozenset({"resolution", "sizes", "resample"}),
 }
+"""The settings of `buckets` that each rule reads."""
 _MAX_SIDE = 16384
 
 Side = Annotated[int, Field(ge=8, le=_MAX_SIDE)]
 
 
-def settings_of(rule: str) -> frozenset[str]:
-    """The names of the settings that a rule has."""
-    return _SETTINGS_OF_RULE[rule]
-
-
 def _check_settings(section: Section, choice: str, chosen: str, settings: Mapping[str, frozenset[str]]) -> None:
-    """ValueError for a setting that another value of this choice has: it would have no effect."""
+    """Raise ValueError for a setting that only another value of this choice reads: it would have no effect."""
     known = settings[chosen]
     for name in sorted(frozenset().union(*settings.values()) - known):
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{name} is no setting of {choice} {chosen}; it has {', '.join(sorted(known))}")
+            raise ValueError(f"{name} is not a setting of {choice} {chosen}; it has {', '.join(sorted(known))}")
 
 
 class BucketsConfig(Section):
-    """The sizes that images are resized and cropped to. Each rule has some of these settings."""
+    """The sizes that images are resized and cropped to. Each rule reads some of these settings."""
 
     rule: RuleName = "latentcache"
-    """Whose buckets. A trainer can use exported latents only if they have the buckets that it would make itself."""
+    """Whose bucketing to follow. To export latents to a trainer, choose that trainer: it uses them only if their size
+    and crop are what it would have made."""
     area: int = Field(1024 * 1024, ge=64, le=_MAX_SIDE**2)
-    """`latentcache`: largest number of pixels of a bucket; 1048576 for models of 1024x1024."""
+    """`latentcache`: maximum number of pixels in a bucket. Use 1048576 for models trained at 1024x1024."""
     max_aspect: float = Field(2.0, ge=1.0, le=64.0)
-    """`latentcache`: longest side of a bucket divided by its shortest, at most."""
+    """`latentcache`: maximum aspect ratio of a bucket, as long side / short side."""
     resolution: int = Field(1024, ge=64, le=_MAX_SIDE)
-    """All other rules: the trainer's resolution, the side of its square in pixels. An area of 1.0 in SimpleTuner is
-    1000. `latentcache`: without `area`, the side of a square of that area."""
+    """The training resolution in pixels, as in your trainer (an area of 1.0 in SimpleTuner is 1000). With rule
+    `latentcache` it is shorthand for `area`: 768 means 768*768."""
     step: int = Field(64, ge=8, le=1024, multiple_of=8)
-    """Height and width of a bucket are multiples of this many pixels. `diffusers` has none."""
+    """Bucket heights and widths are multiples of this, in pixels (kohya: bucket_reso_steps). Unused by `diffusers`."""
     square: bool = False
-    """`kohya` (no enable_bucket), `simpletuner` (crop_aspect square), `onetrainer` (no aspect_ratio_bucketing): every
-    image is cropped to one square."""
+    """Crop every image to one square. `kohya`: training without enable_bucket; `simpletuner`: crop_aspect square;
+    `onetrainer`: aspect ratio bucketing off."""
     min_side: Side = 256
     """`kohya`: min_bucket_reso."""
     max_side: Side = 1024
-    """`kohya`: max_bucket_reso. Trainings at 1024 often have 2048."""
+    """`kohya`: max_bucket_reso. Often 2048 for training at 1024."""
     upscale: bool = True
-    """`kohya`: false is bucket_no_upscale: small images are cropped and never enlarged."""
+    """`kohya`: set to false for bucket_no_upscale: small images are cropped but never enlarged."""
     resolution_type: Literal["pixel_area", "pixel"] = "pixel_area"
-    """`simpletuner`: whether the resolution is that of a square of the bucket's area, or the shorter side."""
+    """`simpletuner`: whether `resolution` is the side of a square with the bucket's area, or the shorter side."""
     sizes: tuple[tuple[Side, Side], ...] = ()
-    """`diffusers`: aspect_ratio_buckets, each [height, width]; images are resized to them, also out of proportion.
-    Without any, every image is cropped to one square."""
+    """`diffusers`: aspect_ratio_buckets, each [height, width]. Images are stretched to them, which can distort them.
+    Empty: every image is cropped to one square."""
     resample: Literal["lanczos", "bilinear"] | None = None
-    """`diffusers`: image_interpolation_mode. null: lanczos, and bilinear for `sizes`, as the scripts have it."""
+    """`diffusers`: image_interpolation_mode. null: bilinear with `sizes`, else lanczos, like the scripts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -202,7 +199,7 @@ class BucketsConfig(Section):
 
     @model_validator(mode="after")
     def _fit_the_rule(self) -> BucketsConfig:
-        _check_settings(self, "rule", self.rule, _SETTINGS_OF_RULE)
+        _check_settings(self, "rule", self.rule, SETTINGS_OF_RULE)
         if self.resolution < self.step and not self.square:
             raise ValueError(f"resolution is {self.resolution}; it must be at least step, {self.step}")
         if self.rule == "latentcache" and self.area < self.step**2:
@@ -214,73 +211,72 @@ class BucketsConfig(Section):
 
 
 class FramesConfig(Section):
-    """Which frames of an animated file become a clip. Files with one frame stay images."""
+    """Which frames of an animation or video become a clip. Files with a single frame stay images."""
 
     count: int = Field(81, ge=1, le=100_000)
-    """Frames of a clip, at most. What the VAE would drop is left out before: it takes 1, 5, 9, ... where one latent
-    frame is made of four. A shorter file gives the most that it has."""
+    """Maximum number of frames in a clip. It is rounded down to what the VAE can encode: 1, 5, 9, ... for Wan. A
+    shorter file gives as many frames as it has, rounded down the same way."""
     fps: float | None = Field(16.0, gt=0, le=1000, allow_inf_nan=False)
-    """Frames a second, as the model was trained with: frames of the file are repeated or left out. null: each frame of
-    the file, whatever its time."""
+    """Frame rate that the model was trained at. Frames are repeated or dropped to match it. null: use every frame of
+    the file, whatever its timing."""
     start: Literal["first", "middle"] = "first"
-    """Where a clip lies in a longer file: at its beginning, or in its middle."""
+    """Which part of a longer file to take: its beginning or its middle."""
 
 
 MAX_CONTROLS = 16
-"""Of a sample. Models of edits read some few."""
+"""Upper bound for the control images of a sample. Edit models read only a few."""
 
 
 def _one_name(text: str) -> str:
     if "/" in text or "\0" in text:
-        raise ValueError(f"{text!r} leads to another folder; give `path`")
+        raise ValueError(f"{text!r} leads to another folder; use `path` for that")
     return text
 
 
 class PartConfig(Section):
-    """Where a part of each sample is: a file that is named as the image is, or a column."""
+    """Where to find an additional image of each sample: a file named after the image, or a column."""
 
     path: UserPath | None = None
-    """`folder`, `imagefolder`: a folder with files that are named as the images: `sub/cat.png` for `sub/cat.jpg`. null:
-    the folder of the images."""
+    """`folder`, `imagefolder`: folder whose files have the same names as the images: `sub/cat.png` for `sub/cat.jpg`.
+    null: next to the images."""
     suffix: Annotated[str, AfterValidator(_one_name)] = ""
-    """`folder`, `imagefolder`: what the part's name has more than the image's: `_1` for `cat_1.png`."""
+    """`folder`, `imagefolder`: appended to the image's name: `_1` finds `cat_1.png` for `cat.jpg`."""
     column: str | None = Field(None, min_length=1)
-    """`imagefolder`: the column of metadata.jsonl with the part's file_name. `parquet`: the column with the encoded
-    image. `webdataset`: what stands before the ending: `control` for `cat.control.png`."""
+    """`imagefolder`: column of metadata.jsonl with the file name. `parquet`: column with the encoded image.
+    `webdataset`: the part of the name before the extension, `control` for `cat.control.png`."""
 
     @model_validator(mode="after")
     def _name_the_part(self) -> PartConfig:
         is_by_name = self.path is not None or bool(self.suffix)
         if self.column is not None and is_by_name:
-            raise ValueError("give column, or path and suffix, not both")
+            raise ValueError("give either column, or path and suffix, not both")
         if self.column is None and not is_by_name and not getattr(self, "alpha", False):
-            raise ValueError("give path, suffix or column: where it is")
+            raise ValueError("give path, suffix or column, to say where the files are")
         return self
 
     def check_kind(self, kind: str) -> None:
-        """ValueError where a source of this kind has no such part."""
+        """Raise ValueError if a source of this kind cannot have this part."""
         if self.column is not None and kind == "folder":
-            raise ValueError("column is no setting for a source of kind folder; give path or suffix")
+            raise ValueError("column cannot be used with a source of kind folder; give path or suffix")
         if (self.path is not None or self.suffix) and kind not in ("folder", "imagefolder"):
-            raise ValueError(f"path and suffix are no settings for a source of kind {kind}; give column")
+            raise ValueError(f"path and suffix cannot be used with a source of kind {kind}; give column")
 
 
 class ControlConfig(PartConfig):
-    """A control image of each sample: what an edit begins with. It is stored as latents."""
+    """A control image of each sample, such as the picture that an edit starts from. It is cached as latents."""
 
     area: int | None = Field(None, ge=64, le=1 << 28)
-    """Pixels of its own bucket at most, in the steps of `buckets`. null: it is resized and cropped as its image is."""
+    """Maximum number of pixels in its own bucket. null: resize and crop it like its image."""
 
 
 class MaskConfig(PartConfig):
-    """The mask of each sample: how much each place counts in the loss. White counts."""
+    """The mask of each sample: how much each pixel counts in the loss. White counts fully, black not at all."""
 
     alpha: bool = False
-    """Take the image's own alpha channel, as kohya's alpha_mask does. An image without one counts everywhere."""
+    """Use the image's own alpha channel, like kohya's alpha_mask. An image without one counts everywhere."""
     inpaint: Literal["hard", "soft"] | None = None
-    """For denoisers that inpaint (9 channels): also cache the latents of the image without what the mask covers.
-    `hard`: grey where the mask is half white or more, as diffusers' pipelines have it. `soft`: the whiter, the greyer,
-    as OneTrainer has it."""
+    """For inpainting models (9 channels): also cache the latents of the masked image. `hard`: grey wherever the mask
+    is at least half white, like diffusers. `soft`: blended with grey in proportion to the mask, like OneTrainer."""
 
     @model_validator(mode="after")
     def _one_mask(self) -> MaskConfig:
@@ -290,17 +286,17 @@ class MaskConfig(PartConfig):
 
 
 def as_list(settings: Any) -> Any:
-    """One section in place of a list of sections is a list of one."""
+    """Wrap a single section in a list."""
     return [settings] if isinstance(settings, Mapping) else settings
 
 
 def as_section(mask: Any) -> Any:
-    """The word `alpha` in place of a section is the section with `alpha`."""
+    """Expand the shorthand `mask: alpha` to the section that it stands for."""
     return {"alpha": True} if mask == "alpha" else mask
 
 
 def part_names(parts: Sequence[PartConfig]) -> tuple[str, ...]:
-    """The names of parts in messages: `control 1`, `control 2`, `mask`."""
+    """Return the names of these parts in messages: `control 1`, `control 2`, `mask`."""
     return tuple("mask" if isinstance(part, MaskConfig) else f"control {at}" for at, part in enumerate(parts, 1))
 
 
@@ -317,18 +313,19 @@ class SourceConfig(Section):
     """Where a dataset's images and captions are."""
 
     kind: Literal["folder", "imagefolder", "webdataset", "parquet"] = "folder"
-    """`folder`: images with caption files next to them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
+    """Layout of the dataset. `folder`: images with caption files next to them. `imagefolder`: images with a
+    metadata.jsonl. `webdataset`: tar files. `parquet`: parquet files."""
     path: UserPath
     """Folder or file of the dataset."""
     caption_extension: str = ".txt"
-    """`folder` only: suffix of the caption files."""
+    """`folder`: extension of the caption files."""
     caption_lines: Literal["each", "joined"] = "each"
-    """`folder` only: each line of a caption file that is not empty is a caption; or all are one, joined by a space, as
-    ai-toolkit encodes them."""
+    """`folder`: `each`: every non-empty line of a caption file is a caption of its own. `joined`: the lines are joined
+    with a space into one caption, like ai-toolkit."""
     caption_columns: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """`imagefolder`, `webdataset`, `parquet`: columns that hold captions. Default: `text`, else `caption`."""
+    """`imagefolder`, `webdataset`, `parquet`: columns with captions. null: `text` if it exists, else `caption`."""
     image_column: str = "image"
-    """`parquet` only: the column that holds the encoded image."""
+    """`parquet`: column with the encoded image."""
 
     @model_validator(mode="after")
     def _fit_the_kind(self) -> SourceConfig:
@@ -337,40 +334,40 @@ class SourceConfig(Section):
 
 
 class CaptionsConfig(Section):
-    """Variants of each caption, whose embeddings are cached beside its own: its tags shuffled, and some dropped."""
+    """Variants of each caption, cached as further texts: with shuffled tags, dropped tags, or both."""
 
     variants: int = Field(1, ge=1, le=MAX_VARIANTS)
-    """Texts of each caption. Number 0 is the caption itself; each further one is made of it by the settings below."""
+    """Texts per caption. The first is the caption itself; the others are made from it by the settings below."""
     shuffle: bool = False
-    """Shuffle the tags: sd-scripts' shuffle_caption."""
+    """Shuffle the tags, like kohya's shuffle_caption."""
     keep: int = Field(0, ge=0)
-    """So many first tags stay where they are: keep_tokens, OneTrainer's keep_tags_count."""
+    """How many leading tags stay in place (kohya: keep_tokens, OneTrainer: keep_tags_count)."""
     keep_separator: str | None = Field(None, min_length=1)
-    """In place of `keep`, e.g. `|||`: what stands before the first one stays first, and what stands after a second one
-    stays last: keep_tokens_separator."""
+    """Alternative to `keep`, e.g. `|||`: the text before the first one stays first, and the text after a second one
+    stays last (kohya: keep_tokens_separator)."""
     separator: str = Field(",", min_length=1)
-    """What divides tags: caption_separator. They are joined again by a comma and a space."""
+    """Separates the tags (kohya: caption_separator). Variants are joined with a comma and a space."""
     drop: float = Field(0.0, ge=0, lt=1)
-    """Each tag that does not stay is left out with this probability: caption_tag_dropout_rate."""
+    """Probability of dropping each tag that is not kept (kohya: caption_tag_dropout_rate)."""
     secondary_separator: str | None = Field(None, min_length=1)
-    """Divides tags that stay together; in a variant `separator` takes its place."""
+    """Joins tags that must stay together (kohya: secondary_separator). Variants show `separator` in its place."""
     weights: Annotated[tuple[Share, ...], Field(min_length=1)] | None = None
-    """Where one of a sample's captions is drawn: how often each, in their order (of `caption_columns`, of the lines of
-    a file). null: all alike."""
+    """Relative frequency of each of a sample's captions when one is drawn at random, in the order of the lines or
+    `caption_columns`. null: all equally often."""
     seed: int = 0
-    """Of the variants. Another seed gives other texts."""
+    """Seed of the shuffling and dropping. A different seed gives different variants."""
 
     @model_validator(mode="after")
     def _variants_differ(self) -> CaptionsConfig:
         if self.weights is not None and not any(self.weights):
-            raise ValueError("weights are all 0, but one caption has to be drawn: give one of them more")
+            raise ValueError("weights are all 0, but one caption has to be drawn: raise one of them")
         if self.keep and self.keep_separator:
             raise ValueError("give keep or keep_separator, not both")
         if (self.variants > 1) != (self.shuffle or self.drop > 0):
             raise ValueError(f"variants is {self.variants}; give 2 or more together with shuffle or drop, or neither")
         unused = [name for name in ("keep", "keep_separator", "secondary_separator") if getattr(self, name)]
         if self.variants == 1 and unused:
-            raise ValueError(f"variants is 1, the caption itself, which {unused[0]} does not change: give 2 or more")
+            raise ValueError(f"{unused[0]} has no effect while variants is 1, the caption itself: use 2 or more")
         return self
 
 
@@ -378,64 +375,64 @@ class ImagesConfig(Section):
     """How images are decoded, and which are refused."""
 
     alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
-    """Transparent images are composited on this colour (#rrggbb)."""
+    """Background colour for transparent images (#rrggbb)."""
     animated: Literal["refuse", "first-frame"] = "refuse"
-    """What to do with an animation (GIF, PNG, WebP, AVIF) and with the pages of a TIFF, of which a thumbnail is one.
-    Further pictures of an MPO do not count."""
+    """What to do with animations (GIF, PNG, WebP, AVIF) and with TIFFs of several pages, even if the second page is
+    only a thumbnail. Further pictures in an MPO are ignored."""
     max_pixels: int = Field(100_000_000, ge=1)
-    """Images with more pixels are refused before they are decoded, a JPEG XL after it. 100 megapixels let medium-format
-    cameras pass, and cost 300 MB per decoding thread. Pillow itself refuses more than 178,956,970."""
+    """Images with more pixels are refused before decoding (JPEG XL: after it). 100 megapixels are enough for
+    medium-format cameras, and take 300 MB per decoding thread. Pillow's own limit is 178,956,970."""
     max_aspect: float = Field(8.0, ge=1.0)
-    """Images longer than this many times their shorter side are refused: the crop to a bucket keeps too little."""
+    """Images with a larger aspect ratio (long side / short side) are refused: a bucket would crop away too much."""
     min_side: int = Field(256, ge=1)
-    """Images with a shorter side are refused, in pixels."""
+    """Images whose short side is smaller, in pixels, are refused."""
 
 
 class DatasetConfig(Section):
-    """One dataset."""
+    """A dataset: where its samples are, and how they are prepared."""
 
     name: Name
-    """Name of the manifest: letters, digits, dash, underscore."""
+    """Name of the dataset and of its manifest: letters, digits, dashes and underscores."""
     role: Literal["train", "validation"] = "train"
-    """What the dataset is for; stored in its manifest."""
+    """What the dataset is for: training, or measuring the validation loss."""
     repeats: int = Field(1, ge=1, le=MAX_REPEATS)
-    """How often an epoch visits each sample. Costs no space."""
+    """How often an epoch visits each sample. Takes no space; a change encodes nothing."""
     loss_weight: Share = 1.0
-    """How much a sample counts in the loss: a batch has it for each row. Class images often count less than 1."""
+    """Weight of each sample in the loss, returned with every batch. Often below 1 for class images."""
     source: SourceConfig
-    """Where the samples are."""
+    """Where the samples are, and in which layout."""
     buckets: BucketsConfig = BucketsConfig()
     """The sizes that images are resized and cropped to."""
     resolutions: tuple[Annotated[int, Field(ge=64, le=_MAX_SIDE)], ...] = ()
-    """Short for several datasets of this one source: `[512, 1024]` makes NAME-512 and NAME-1024, each with that
-    `buckets.resolution`. Captions are encoded once. Other settings are the same for all of them."""
+    """Shorthand for the same dataset at several resolutions: `[512, 1024]` makes NAME-512 and NAME-1024, which differ
+    in `buckets.resolution` alone. Captions are encoded once."""
     images: ImagesConfig = ImagesConfig()
     """How images are decoded, and which are refused."""
     frames: FramesConfig | None = None
-    """Families of video: animated files (GIF, PNG, WebP) and videos become clips of these frames. null: each image is
-    one frame, and `images.animated` says what becomes of animated ones."""
+    """For video models: animations (GIF, PNG, WebP) and videos become clips. null: every file is a single image, and
+    `images.animated` decides about animations."""
     captions: CaptionsConfig = CaptionsConfig()
-    """Variants of each caption, and how often each of several captions is drawn."""
+    """Caption variants, and how often each of several captions is drawn."""
     flip: bool = False
-    """Also cache each image mirrored left to right, as its own entry."""
+    """Also cache every image flipped horizontally, as an entry of its own. Doubles the time and space for images."""
     variations: int = Field(1, ge=1, le=1000)
-    """Crops of each image. The first is that of `buckets`; the others lie anywhere in the resized image, each an entry
-    of its own. An image that its bucket takes whole has one. Its mask and control images of its proportions move
-    along."""
+    """Crops per image, each an entry of its own. The first is the crop of `buckets`, the others are at random
+    positions. An image that fits its bucket exactly has only one. Masks, and control images with the image's
+    proportions, are cropped alike."""
     variations_seed: int = 0
-    """Seed of the places of further crops, which also depend on the image's bytes and on the number of the crop."""
+    """Seed of the random crop positions, together with the image's bytes and the number of the crop."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
-    """Control images of each sample, such as what an edit begins with; one may stand without a list."""
+    """Control images of each sample, such as the picture that an edit starts from. A single one needs no list."""
     mask: Annotated[MaskConfig | None, BeforeValidator(as_section)] = None
-    """How much each place of the image counts in the loss; `alpha`: the image's alpha channel."""
+    """How much each pixel counts in the loss. `mask: alpha` uses the image's alpha channel."""
 
     @property
     def part_files(self) -> tuple[PartConfig, ...]:
-        """The further parts that have files or columns of their own: control images, then the mask."""
+        """The parts with files or columns of their own: control images, then the mask."""
         return self.control if self.mask is None or self.mask.alpha else (*self.control, self.mask)
 
     def of_each_resolution(self) -> Iterator[DatasetConfig]:
-        """The datasets that `resolutions` stands for; this one itself without any."""
+        """Yield one dataset for each of `resolutions`, or the dataset itself if it lists none."""
         if not self.resolutions:
             yield self
         settings = self.model_dump(exclude_unset=True, exclude={"resolutions"})
@@ -446,11 +443,9 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _resolutions_fit_the_buckets(self) -> DatasetConfig:
         if self.resolutions and {"area", "resolution", "sizes"} & self.buckets.model_fields_set:
-            raise ValueError(
-                "resolutions sets the one of each dataset; leave out area, resolution and sizes of buckets"
-            )
+            raise ValueError("resolutions replaces area, resolution and sizes of buckets: remove those")
         if self.resolutions:
-            list(self.of_each_resolution())  # the faults of each, under the number of this section
+            list(self.of_each_resolution())  # reports their errors under the number of this section
         return self
 
     @model_validator(mode="after")
@@ -460,52 +455,52 @@ class DatasetConfig(Section):
         weights = self.captions.weights
         num_captions = 1 if self.source.caption_lines == "joined" else len(self.source.caption_columns or ())
         if weights is not None and num_captions not in (0, len(weights)):
-            met = f"captions.weights has {len(weights)}, but a sample has {counted(num_captions, 'caption')}"
-            raise ValueError(f"{met}: give one for each")
+            found = f"captions.weights has {len(weights)} values, but a sample has {counted(num_captions, 'caption')}"
+            raise ValueError(f"{found}: give one for each")
         if self.frames is not None and (self.control or self.mask):
-            raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
+            raise ValueError("frames makes clips, which cannot have control images or masks; remove one of them")
         columns = [part.column for part in self.part_files]
-        if self.source.kind == "webdataset":  # whose endings have no case
+        if self.source.kind == "webdataset":  # extensions in a tar are case-insensitive
             columns = [column and column.lower() for column in columns]
         files = [(part.path, part.suffix, column) for part, column in zip(self.part_files, columns, strict=True)]
         if len(set(files)) < len(files):
-            raise ValueError("two of control and mask are the same file; give another suffix, path or column")
+            raise ValueError("two of control and mask are the same file; give one another suffix, path or column")
         return self
 
 
 class ModelConfig(Section):
-    """The model whose encoders are used."""
+    """The model whose VAE and text encoders fill the cache."""
 
     family: FamilyName | None = None
-    """Which model family the parts belong to. null: that of the folder's model_index.json; else the first one,
-    which the run says."""
+    """The model family. null: read from model_index.json. A single file or a folder without one is treated as
+    `sdxl`, and the report says so."""
     path: UserText = DEFAULT_REPOSITORY
-    """Hub id, diffusers folder, one .safetensors checkpoint, `tiny-photos` (a tiny model in the package, which knows
-    the quickstart's photos), or `tiny` (one of the default family with random weights, for trials)."""
+    """The model: hub id, diffusers folder, or .safetensors checkpoint. For trials without a download: `tiny-photos` (a
+    tiny SDXL that knows the quickstart's photos) or `tiny` (the same with random weights)."""
     vae: UserText | None = None
-    """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
+    """VAE to use instead of the model's own: hub id, folder or .safetensors file."""
     config: UserText | None = None
-    """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. Default: diffusers infers it."""
+    """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. null: diffusers infers it."""
     variant: str | None = None
-    """For a hub id or folder: the variant of the weight files, e.g. `fp16`."""
+    """For a hub id or folder: which weight files to load, e.g. `fp16`."""
     revision: str | None = Field(None, min_length=1)
-    """For a hub id: the commit, tag or branch of `path`. null: what `main` is at the time, so that a push to it may
-    encode all again."""
+    """For a hub id: commit, tag or branch of `path`. null: the current `main`; a push that changes the weights then
+    encodes everything again."""
     denoiser: UserText | None = None
-    """For a hub id or folder with several denoisers: the folder in it of the one that is trained and validated. Where
-    the model's `boundary_ratio` divides the timesteps, `transformer_2` has those below it. null: the family's usual
-    one, `unet` or `transformer`."""
+    """For a hub id or folder with several denoisers: subfolder of the one to train and validate. With a
+    `boundary_ratio` (Wan 2.2), `transformer_2` handles the timesteps below it. null: the family's default, `unet` or
+    `transformer`."""
 
     @model_validator(mode="after")
     def _revision_of_the_hub(self) -> ModelConfig:
         is_local = self.path.count("/") != 1 or self.path.endswith(".safetensors") or os.path.exists(self.path)
         if self.revision is not None and is_local:
-            raise ValueError(f"revision is {self.revision!r}, but {self.path} is no hub id (owner/name): leave it out")
+            raise ValueError(f"revision is {self.revision!r}, but {self.path} is not a hub id (owner/name): remove it")
         return self
 
 
 def _word_none(value: Any) -> Any:
-    """A flag's `none` arrives as null, as that of a setting that may be left out."""
+    """Accept null for `none`: the flag `--encode.text none` arrives as null."""
     return "none" if value is None else value
 
 
@@ -513,107 +508,106 @@ class EncodeConfig(Section):
     """How images and captions are encoded."""
 
     text: Annotated[Literal["all", "none"], BeforeValidator(_word_none)] = "all"
-    """`none`, or null: latents alone, for text encoders that are trained. Captions are in the manifest and in batches
-    as text; none is encoded, nor are validation prompts."""
+    """`none` (or null): cache latents only, for training the text encoders. Batches then have the captions as text, and
+    validation prompts are not encoded either."""
     device: str = "auto"
-    """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
+    """Where the encoders run: `auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     vae_dtype: DtypeName = "auto"
-    """Computation of the VAE. `auto`: float32 on the CPU, and where the VAE may overflow in float16."""
+    """Compute dtype of the VAE. `auto`: float32 on the CPU, and for VAEs that can overflow in float16."""
     text_dtype: DtypeName = "auto"
-    """Computation of the text encoders. `auto`: the family's on an accelerator (float16 for CLIP alone, else bfloat16),
-    float32 on the CPU."""
+    """Compute dtype of the text encoders. `auto`: float32 on the CPU; on an accelerator float16 for families with CLIP
+    only, else bfloat16."""
     store_dtype: DtypeName = "auto"
-    """What is stored. `auto`: the dtype of the computation, bit by bit. float16 halves a float32 cache."""
+    """Dtype on disk. `auto`: the compute dtype, unchanged. float16 halves the size of a float32 cache."""
     text_store_dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn"], Alias] = "auto"
-    """What is stored of texts. `auto`: `store_dtype`, and if that is auto too bfloat16 for encoders larger than CLIP.
-    float8_e4m3fn halves it again, where padding has to be stored: see the family's page for its error."""
+    """Dtype of text embeddings on disk. `auto`: `store_dtype`; if that is auto too, bfloat16 for encoders larger than
+    CLIP. float8_e4m3fn halves it again for families that have to store padding; their page states the error."""
     max_length: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of a text at most, as the pipeline's max_sequence_length. null: the family's. Families with CLIP alone
-    also take 150 and 225, in chunks of 75 as with sd-scripts' max_token_length: 152 and 227 rows."""
+    """Maximum number of tokens in a text, like the pipeline's max_sequence_length. null: the family's default. SDXL and
+    SD 1.5 also accept 150 and 225, like kohya's max_token_length: embeddings then have 152 or 227 rows."""
     padding: Literal["auto", "drop", "keep"] = "auto"
-    """Padding of texts. `drop`: stored without it, and padded again in each batch. `keep`: stored with it. `auto`: drop
-    where a batch then gives the same result."""
+    """Whether padding tokens are stored. `drop`: no; batches are padded again on read. `keep`: yes. `auto`: drop if
+    that gives the same result."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Images per encoder call; halved when memory runs out."""
+    """Images per VAE call. Halved automatically when memory runs out."""
     image_output: Literal["auto", "moments", "mean", "sample"] = "auto"
-    """`moments`: the whole posterior, drawn again at each read. `mean`: its mean. `sample`: one seeded draw. `auto`:
-    moments, and the mean for families that are trained with it."""
+    """What is stored of the VAE's posterior. `moments`: mean and variance; every read draws new latents. `mean`: the
+    mean, half the size. `sample`: one seeded draw. `auto`: the mean for families trained with it, else moments."""
     clip_skip: int = Field(0, ge=0)
-    """Families with CLIP alone: layers that are skipped, as diffusers counts them."""
+    """SDXL and SD 1.5: how many of CLIP's last layers to skip, counted like diffusers (0 is the model's default)."""
     seed: int = 0
-    """Seed of `image_output: sample`."""
+    """Seed of the draw for `image_output: sample`."""
     num_workers: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Threads that decode images. `auto`: one per core."""
+    """Number of threads that decode images. `auto`: one per core."""
 
 
 DropoutTo = Literal["empty", "zeros"]
-"""What takes the place of a dropped caption: the entry of the empty text, or zeros."""
+"""What replaces a dropped caption: the cached embedding of the empty text, or zeros."""
 Crops = Literal["first", "random"]
-"""The crop of the rule of buckets, or one of all that are cached (`variations` of a dataset)."""
+"""Which crop to read: that of the bucket rule, or a random one of those cached (`variations` of a dataset)."""
 
 
 class TrainConfig(Section):
-    """What a training chooses at each visit of a sample, as the options of `LatentDataset` do. No key depends on it."""
+    """What training chooses at each visit of a sample, like the options of `LatentDataset`. Changes encode nothing."""
 
     caption: Literal["random"] | Annotated[int, Field(ge=0)] = "random"
-    """`random`: one of a sample's captions and of its variants; a number: always that caption, from 0."""
+    """`random`: draw one of the sample's captions and variants. A number: always that caption, counted from 0."""
     caption_dropout: float = Field(0.0, ge=0, le=1)
-    """Share of visits without a caption."""
+    """Share of visits without a caption, from 0 to 1, so that the model learns classifier-free guidance."""
     dropout_to: DropoutTo = "empty"
-    """What a dropped caption becomes: the entry of the empty text, or zeros."""
+    """What replaces a dropped caption: the embedding of the empty text, like most trainers, or zeros."""
     flips: Literal["both", "random", "none"] = "both"
-    """Of datasets with `flip: true`: `both` sides are items of an epoch, which is twice as long; `random`: each visit
-    draws one of them."""
+    """For datasets with `flip: true`. `both`: an epoch has the image and its mirror image, and is twice as long.
+    `random`: each visit draws one of them. `none`: never mirrored."""
     crops: Crops = "random"
-    """Of datasets with `variations`: one of the crops, or always that of the bucket rule."""
+    """For datasets with `variations`: draw a crop at each visit, or always take that of the bucket rule."""
 
 
 class ValidationConfig(Section):
-    """What is validated, and how."""
+    """How the validation loss is measured, and which images are sampled."""
 
     prompts: tuple[Prompt, ...] = ()
-    """Prompts of validation images: cached too, so that sampling needs no text encoder."""
+    """Prompts for sample images. They are cached too, so that sampling needs no text encoder."""
     negative_prompt: Prompt | None = ""
-    """The negative prompt of validation images; null: what the pipeline has without one (zeros, or the empty prompt).
-    The empty prompt is always cached."""
+    """Negative prompt for sample images. null: what the pipeline uses without one (zeros, or the empty prompt). The
+    empty prompt is always cached."""
     path: UserPath = Path("validation")
-    """Folder of the results: one subfolder for each validated step."""
+    """Folder for the results, with a subfolder per validated step."""
     num_timesteps: int = Field(8, ge=1, le=1000)
-    """Timesteps of each sample at which the loss is measured: one from each of so many equal parts of the schedule."""
+    """At how many timesteps per sample the loss is measured: one from each of as many equal parts of the schedule."""
     snr_gamma: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Weight the loss by min-SNR with this gamma (5 is usual); null: every timestep counts the same."""
+    """Weight the loss by min-SNR with this gamma (5 is common). null: all timesteps count equally."""
     batch_size: int = Field(4, ge=1)
-    """Noised latents per call of the denoiser when the loss is measured."""
+    """Batch size for measuring the loss. Lower it if memory runs out."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the noise and timesteps of the loss, and of the first image; image n has this seed plus n."""
+    """Seed of the loss's noise and timesteps, and of the first sample image; image n uses seed + n."""
     height: int = Field(1024, ge=64, multiple_of=8)
-    """Height of validation images, in pixels."""
+    """Height of sample images, in pixels."""
     width: int = Field(1024, ge=64, multiple_of=8)
-    """Width of validation images, in pixels."""
+    """Width of sample images, in pixels."""
     num_inference_steps: int = Field(25, ge=1)
-    """Steps of the sampler."""
+    """Number of sampling steps."""
     guidance_scale: float = Field(5.0, ge=0)
-    """Classifier-free guidance, as diffusers counts it: above 1 the negative prompt is used."""
+    """CFG scale, as in diffusers. For most models the negative prompt is used above 1."""
     scheduler: str | None = None
-    """The sampler: a scheduler class of diffusers, e.g. `DPMSolverMultistepScheduler`. null: the model's own."""
+    """Sampler: a scheduler class of diffusers, e.g. `DPMSolverMultistepScheduler`. null: the model's own."""
 
 
 class RayConfig(Section):
-    """What a run on a Ray cluster requests of it (`latentcache precache CONFIG --ray auto`)."""
+    """What a run on a Ray cluster requests (`latentcache precache CONFIG --ray auto`)."""
 
     num_gpus: Literal["auto"] | Share = "auto"
-    """GPUs of each encoder; of a fraction several encoders share one. `auto`: none where `encode.device` is `cpu`, else
-    one."""
+    """GPUs per encoder. With a fraction several encoders share a GPU. `auto`: 0 if `encode.device` is `cpu`, else 1."""
     accelerator_type: str | None = None
-    """Only GPUs of this type, as Ray names them: `A100`, `H100`, `L4`, ..."""
+    """Use only GPUs of this type, by Ray's name for it: `A100`, `H100`, `L4`, ..."""
     num_cpus: Share = 1.0
-    """CPUs of each encoder, which also decodes (`encode.num_workers` threads). One that encodes on the CPU uses as many
-    threads."""
+    """CPUs per encoder, which also decodes images (with `encode.num_workers` threads). An encoder on the CPU computes
+    with as many threads."""
     max_encoders: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Encoders at once. More than the cluster has room for now make it grow, where it can. `auto`: as many as there is
-    room for now; of those without a GPU one for each node."""
+    """Number of encoders. More than the cluster has room for makes an autoscaling cluster grow. `auto`: as many as fit
+    now; without a GPU, one per node."""
     wait_s: float = Field(180.0, gt=0, allow_inf_nan=False)
-    """For so many seconds the run waits where the cluster has no room for any encoder."""
+    """How many seconds to wait for room for an encoder before the run fails. Raise it if machines must start first."""
 
 
 class Config(Section):
@@ -636,14 +630,12 @@ class Config(Section):
     def _names_are_unique(self) -> Config:
         names = [dataset.name for dataset in self.datasets]
         if not names:
-            raise ValueError("datasets: is empty; at least one dataset is needed")
+            raise ValueError("datasets is empty; give at least one dataset")
         for name in names:
             if name.lower().startswith(PROMPTS_PREFIX):
-                raise ValueError(
-                    f"datasets: {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests"
-                )
-        # Manifests are files, and some file systems ignore case.
+                raise ValueError(f"dataset {name!r}: names that start with {PROMPTS_PREFIX!r} are reserved: rename it")
+        # Each name is a file name, and some file systems ignore case.
         twice = sorted({name for name in names if [n.lower() for n in names].count(name.lower()) > 1})
         if twice:
-            raise ValueError(f"datasets need different names, but {', '.join(twice)} occur twice")
+            raise ValueError(f"datasets need different names; used more than once: {', '.join(twice)}")
         return self

@@ -81,7 +81,7 @@ def test_resolution_is_the_side_of_an_area(load: Any) -> None:
     written = dataset(buckets={"resolution": 768})
     for flags, side in (({}, 768), ({"resolution": "512"}, 512)):
         assert load(written, {"datasets": {"0": {"buckets": flags}}}).datasets[0].buckets.area == side**2
-    with pytest.raises(ConfigError, match="resolution is no setting of rule latentcache"):  # which of them counts?
+    with pytest.raises(ConfigError, match="resolution is not a setting of rule latentcache"):  # which of them counts?
         load(written, {"datasets": {"0": {"buckets": {"area": "65536"}}}})
 
 
@@ -108,25 +108,25 @@ def test_resolutions_are_one_dataset_each(load: Any) -> None:
         ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$"),
         ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         ({"datasets": []}, "at least one dataset"),
-        ({"datasets": MINIMAL["datasets"] * 2}, "occur twice"),
-        (dataset(name="Con"), r"datasets\.0\.name: .*'Con' names a device under Windows"),
+        ({"datasets": MINIMAL["datasets"] * 2}, "used more than once: photos"),
+        (dataset(name="Con"), r"datasets\.0\.name: .*'Con' is a reserved device name"),
         (dataset(name="my style!"), r"datasets\.0\.name: .* as 'my-style'"),
-        (dataset(name="Validation-Prompts"), "may not begin with"),
+        (dataset(name="Validation-Prompts"), "names that start with 'validation-prompts' are reserved"),
         (dataset(buckets={"area": 1024}), r"buckets: area is 1024; one bucket of 64x64 needs 4096"),
         (dataset(buckets={"rule": "onetrainer", "resolution": 512, "step": 1024}), "it must be at least step, 1024"),
-        (dataset(resolutions=[512], buckets={"resolution": 1024}), r"resolutions .* leave out area, resolution and si"),
+        (dataset(resolutions=[512], buckets={"resolution": 1024}), r"resolutions replaces area, resolution and si"),
         (
             dataset(resolutions=[512, 1536], buckets={"rule": "kohya"}),
             r"datasets\.0\.buckets: .* <= resolution 1536 <= max_side 1024",
         ),
         (
             captions({"kind": "webdataset", "image_column": "photo"}),
-            "image_column is no setting of kind webdataset; it has caption",
+            "image_column is not a setting of kind webdataset; it has caption",
         ),
         (captions({}, shuffle=True), r"captions: variants is 1; give 2 or more together with shuffle or drop"),
         (captions({}, variants=2, shuffle=True, keep=1, keep_separator="|||"), "give keep or keep_separator, not both"),
         (captions({}, weights=[0, 0]), "weights are all 0"),
-        (captions({"caption_lines": "joined"}, weights=[1, 1]), "weights has 2, but a sample has 1 caption: give one"),
+        (captions({"caption_lines": "joined"}, weights=[1, 1]), "weights has 2 values, but a sample has 1 caption"),
     ],
 )
 def test_faults_are_named(change: dict[str, Any], message: str) -> None:

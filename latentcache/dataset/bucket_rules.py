@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from latentcache.config import BucketsConfig, settings_of
+from latentcache.config import SETTINGS_OF_RULE, BucketsConfig
 from latentcache.dataset.resampling import LANCZOS
 from latentcache.errors import ConfigError
 from latentcache.types import Bucket, Crop, Geometry, Size
@@ -135,7 +135,8 @@ class BucketRule:
 
     def __str__(self) -> str:
         config = self.config
-        names = [name for name in sorted(settings_of(config.rule)) if getattr(config, name) not in (False, (), None)]
+        settings = sorted(SETTINGS_OF_RULE[config.rule])
+        names = [name for name in settings if getattr(config, name) not in (False, (), None)]
         return f"{config.rule} ({', '.join(f'{name} {getattr(config, name)}' for name in names)})"
 
 

@@ -130,7 +130,7 @@ def test_export_skips_what_lies_in_other_buckets_than_those_of_the_training(
     assert (report["num_images"], report["num_other_buckets"], report["skipped"]) == (5, 5, [])
     assert report["notes"][kohya.NOTE_ENCODED_AGAIN] == 5
     code, _, err = run(*flags, "area=9216")
-    assert code == 2 and "--buckets" in err and "area is no setting of rule kohya" in err
+    assert code == 2 and "--buckets" in err and "area is not a setting of rule kohya" in err
 
 
 def test_an_export_that_lacks_entries_is_no_success(

@@ -564,7 +564,7 @@ class TestCompanions:
         ("kind", "parts", "message"),
         [
             ("folder", {"control": {}}, "give path, suffix or column"),
-            ("parquet", {"mask": {"suffix": "_m"}}, "no settings for a source of kind parquet; give column"),
+            ("parquet", {"mask": {"suffix": "_m"}}, "cannot be used with a source of kind parquet; give column"),
             ("folder", {"control": [{"path": "c"}, {"path": "c", "area": 65536}]}, "are the same file"),
             ("webdataset", {"control": {"column": "M"}, "mask": {"column": "m"}}, "are the same file"),
             ("folder", {"mask": {"alpha": True, "suffix": "_1"}}, "leave out path, suffix and column"),

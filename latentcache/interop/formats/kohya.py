@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from typing_extensions import Unpack
 
-from latentcache.config import BucketsConfig, settings_of
+from latentcache.config import SETTINGS_OF_RULE, BucketsConfig
 from latentcache.config_file import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule, fit
 from latentcache.dataset.samples import walk
@@ -362,7 +362,7 @@ def _rule_of(run: Export, chosen: BucketsConfig | None) -> BucketRule | None:
             likely |= {"max_side": side} if side > 1024 else {}
             likely |= {"min_side": chosen.step} if side < 256 else {}
             chosen = parse_buckets(likely, source=source)
-    run.report.buckets = {name: getattr(chosen, name) for name in sorted({"rule", *settings_of("kohya")})}
+    run.report.buckets = {name: getattr(chosen, name) for name in sorted({"rule", *SETTINGS_OF_RULE["kohya"]})}
     return BucketRule(chosen)
 
 
