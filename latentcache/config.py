@@ -100,8 +100,8 @@ class CacheConfig(Section):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     path: CacheLocation = Path("cache", DEFAULT)
-    """Where the cache is: a directory, a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or the URL of a service
-    (`latentcache serve`). Several datasets, models and runs can share one cache."""
+    """Where the cache is: a directory, a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), the URL of a service
+    (`latentcache serve`), or read-only `hf://datasets/USER/NAME`. Several datasets, models and runs can share it."""
     salt: str = ""
     """Part of every key. Change it to invalidate all existing entries."""
     max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None

@@ -73,7 +73,7 @@ def test_precedence_is_flag_file_default(load: Any) -> None:
     assert config.datasets[0].control[0].suffix == "_a", "also one that is no list in the file"
     with pytest.raises(ConfigError, match="alpha is the image's own channel"):
         load(dataset(mask="alpha"), {"datasets": {"photos": {"mask": {"suffix": "_m"}}}})
-    with pytest.raises(ConfigError, match=r"datasets: there is no 'cats' in the file; it has 0, photos"):
+    with pytest.raises(ConfigError, match=r"datasets: the file has no 'cats'; it has 0, photos"):
         load(written, {"datasets": {"cats": {"flip": "true"}}})
 
 
@@ -104,13 +104,14 @@ def test_resolutions_are_one_dataset_each(load: Any) -> None:
         ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
         ({"datasets": [{"path": "a"}]}, r"datasets\.0\.path: unknown .* 'datasets\.0\.source\.path'\?"),
         ({"\ud800": 1}, r"config: .* unable to parse raw data as a unicode string"),
-        ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(met: "),
-        ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number from 1 \(met: 0\)$"),
+        ({"datasets": {"name": "a", "source": {"path": "ph"}}}, r"^datasets: give a list \(got: "),
+        ({"encode": {"batch_size": 0}}, r"^encode\.batch_size: give 'auto' or a whole number, 1 or more \(got: 0\)$"),
         ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         ({"datasets": []}, "at least one dataset"),
         ({"datasets": MINIMAL["datasets"] * 2}, "used more than once: photos"),
         (dataset(name="Con"), r"datasets\.0\.name: .*'Con' is a reserved device name"),
-        (dataset(name="my style!"), r"datasets\.0\.name: .* as 'my-style'"),
+        (dataset(name="my style!"), r"datasets\.0\.name: .* for example 'my-style'"),
+        (dataset(name=""), "for example 'photos'"),
         (dataset(name="Validation-Prompts"), "names that start with 'validation-prompts' are reserved"),
         (dataset(buckets={"area": 1024}), r"buckets: area is 1024; one bucket of 64x64 needs 4096"),
         (dataset(buckets={"rule": "onetrainer", "resolution": 512, "step": 1024}), "it must be at least step, 1024"),
@@ -142,7 +143,7 @@ def test_faults_are_named(change: dict[str, Any], message: str) -> None:
         ("run.json", b"[" * 200_000, "is not valid JSON"),
         ("run.yaml", b"\xff\xfe", "is not valid YAML"),
         ("run.yaml", b"", "is empty"),
-        ("run.ini", b"", "unknown suffix '.ini'"),
+        ("run.ini", b"", "unknown extension '.ini'"),
         ("run.yaml", None, "cannot be read"),
     ],
 )
@@ -191,7 +192,7 @@ def test_another_location_is_refused_and_a_secret_in_it_is_not_repeated(given: s
         location_of(given)
     with pytest.raises(ValidationError, match=allowed) as invalid:
         CacheConfig(path=given)
-    with pytest.raises(ConfigError, match="cache: give settings by their names") as misplaced:
+    with pytest.raises(ConfigError, match="cache: give settings by name") as misplaced:
         parse_config(MINIMAL | {"cache": given})
     for text in (str(caught.value), str(invalid.value), str(misplaced.value)):
         assert "SEC" not in text and "RET" not in text

@@ -22,7 +22,7 @@ from latentcache.cli.init_command import init
 from latentcache.cli.interop_commands import export_app, import_app
 from latentcache.cli.output import DONE, fail
 from latentcache.cli.remote_commands import REMOTE_COMMANDS, SERVICE_COMMANDS
-from latentcache.config_file import said
+from latentcache.config_file import as_config_error
 from latentcache.errors import ConfigError, LatentCacheError
 from latentcache.utils.extras import naming_extras
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LatentCacheError, CycloptsError) as raised:
         error, cause = raised, raised.__cause__
         if isinstance(raised, CycloptsError) and isinstance(cause, ValidationError):  # a flag names a section
-            error = said(cause, "flags")
+            error = as_config_error(cause, "flags")
         # The name of a section alone is no flag.
         text = re.sub(r"Did you mean --(cache|model)\?$", r"Did you mean --\1.path?", str(error))
         step = ""  # the parser's message names only the argument

@@ -133,8 +133,8 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         ("precache CONFIG --encode.batch-sise 1", "Did you mean --encode.batch-size?"),
         ("precache CONFIG --cache-dir x", "Did you mean --cache.path?"),
         ("precache CONFIG --encode.vae_dtype fp8", "'float16'"),
-        ("precache CONFIG --cache x", "flags: cache: give settings by their names, such as cache: {path: DIRECTORY}"),
-        ("precache CONFIG --datasets.0.resolutions [256,512]", "give a list in the file; no flag takes one"),
+        ("precache CONFIG --cache x", "flags: cache: give settings by name, such as cache: {path: DIRECTORY}"),
+        ("precache CONFIG --datasets.0.resolutions [256,512]", "give a list in the file: a flag cannot"),
         ("precache CONFIG --datasets.0.mask alpha --datasets.0.mask.path x", "contradict each other"),
         ("precache CONFIG --datasets.0.flop true", "datasets.0.flop: unknown setting; did you mean 'datasets.0.flip'"),
         # Not the model, which is loaded for minutes.
