@@ -16,7 +16,7 @@ from latentcache import errors
 from latentcache.errors import LatentCacheError, RequestRefused
 
 MEDIA_TYPE = "application/problem+json"
-SENT_FIELDS = "key path sample_id reason met allowed next_step part problem offenders needed_bytes".split()
+SENT_FIELDS = ("key", "path", "sample_id", "reason", "met", "allowed", "next_step", "part", "problem", "needed_bytes")
 """Attributes of errors that a document carries, where an error has them."""
 STATUSES: dict[type[LatentCacheError], int] = {
     errors.EntryMissingError: 404,
