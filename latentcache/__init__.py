@@ -1,7 +1,7 @@
 """A device-aware cache of VAE latents and text embeddings for diffusion fine-tuning.
 
-These names are the public API. Importing this package imports no torch: each name loads when it is first used.
-Type checkers see the real objects, because they read the imports under `TYPE_CHECKING`.
+The names below are the public API. They are imported lazily, so that `import latentcache` does not import torch. Type
+checkers see the real objects through the imports under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _HOMES = {
 __all__ = sorted(["__version__", *_HOMES])
 
 
-if not TYPE_CHECKING:  # a type checker that saw this function would accept every name
+if not TYPE_CHECKING:  # with this function a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
@@ -92,8 +92,8 @@ if not TYPE_CHECKING:  # a type checker that saw this function would accept ever
             with naming_extras():
                 module = importlib.import_module(f"latentcache.{_HOMES[name]}")
             return module if name == "errors" else getattr(module, name)
-        except AttributeError as error:  # which `from latentcache import ...` would take for a name that is not there
-            raise ImportError(f"latentcache.{name} cannot be loaded: {error}") from error
+        except AttributeError as error:  # `from latentcache import ...` would report it as an unknown name
+            raise ImportError(f"latentcache.{name} cannot be imported: {error}") from error
 
 
 def __dir__() -> list[str]:

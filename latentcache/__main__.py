@@ -1,4 +1,4 @@
-"""Run the command line: `latentcache`, or `python -m latentcache`."""
+"""The command line: `latentcache`, or `python -m latentcache`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from latentcache.utils.extras import naming_extras
 
 
 def main() -> int:
-    """Run one command and return its exit code; 2 where the command line itself is not installed."""
+    """Run a command and return its exit code: 2 if the command line's own packages are not installed."""
     try:
         with naming_extras():
             from latentcache.cli.app import main as run

@@ -1,4 +1,4 @@
-"""Every error that latentcache raises. A message names the thing, the value met, the value allowed, the next step."""
+"""Every error that latentcache raises. A message names the thing, the value found, what is allowed, the next step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NUM_LISTED = 20
-"""How many offenders a message names; it counts the others."""
+"""How many offenders a message lists. The rest are counted."""
 
 logger = logging.getLogger("latentcache")
 
 
 def listed(lines: Iterable[str]) -> str:
-    """One indented line for each offender, and a last one with the number of those beyond NUM_LISTED."""
+    """Format one indented line per offender. Beyond NUM_LISTED, a last line says how many more there are."""
     lines = list(lines)
     shown = [f"\n  {line}" for line in lines[:NUM_LISTED]]
     if len(lines) > NUM_LISTED:
@@ -22,7 +22,7 @@ def listed(lines: Iterable[str]) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`error.add_note(note)`, which Python 3.10 lacks. Its tracebacks show no notes, so there the note is logged."""
+    """Call `error.add_note(note)`, or log the note on Python 3.10, which lacks it and shows no notes in tracebacks."""
     if hasattr(error, "add_note"):
         error.add_note(note)
         return
@@ -31,10 +31,10 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class LatentCacheError(Exception):
-    """Base of all errors that latentcache raises on purpose. They may travel between processes."""
+    """Base of all errors that latentcache raises on purpose. All of them can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A class's own arguments are not those of Exception, with which an error would be made again.
+        # By default unpickling would call the class with the arguments of Exception, which are others.
         return _restored, (type(self), self.args, vars(self))
 
 
@@ -45,7 +45,7 @@ def _restored(kind: type[LatentCacheError], arguments: tuple[object, ...], field
 
 
 class ConfigError(LatentCacheError):
-    """A setting is wrong. `source` is the file, flag or variable; `key` is the dotted name of the setting."""
+    """A setting is wrong. `source` is the file, flag or environment variable; `key` the dotted name of the setting."""
 
     def __init__(self, message: str, *, source: str | None = None, key: str | None = None):
         self.source, self.key = source, key
@@ -53,7 +53,7 @@ class ConfigError(LatentCacheError):
 
 
 class DatasetError(LatentCacheError):
-    """A dataset, or one of its files, cannot be read. `path` names it."""
+    """A dataset, or the file `path` in it, cannot be read."""
 
     def __init__(self, path: str | Path, detail: str):
         self.path, self.detail = str(path), detail
@@ -61,7 +61,7 @@ class DatasetError(LatentCacheError):
 
 
 class ImageRefused(DatasetError):
-    """One image cannot be used. `reason` is one of `types.RefusalReason`; `detail` says what was met and allowed."""
+    """An image cannot be used. `reason` is one of `types.RefusalReason`; `detail` says what was found and allowed."""
 
     def __init__(self, path: str | Path, reason: str, detail: str):
         self.reason = reason
@@ -70,22 +70,22 @@ class ImageRefused(DatasetError):
 
 
 class ForeignFileRefused(ImageRefused):
-    """One file of another trainer's cache cannot be used. `reason` is one of `types.RefusalReason`."""
+    """A file of another trainer's cache cannot be used. `reason` is one of `types.RefusalReason`."""
 
 
 class MetricsError(LatentCacheError):
-    """The metrics.json at `path` cannot be read, or does not fit its schema: `field` is the first that does not."""
+    """The metrics.json at `path` cannot be read or is invalid. `field` is the first invalid field."""
 
     def __init__(self, path: str | Path, detail: str, *, field: str | None = None, value: object = None):
         self.path, self.detail, self.field, self.value = str(path), detail, field, value
         super().__init__(
-            f"{path}: is no metrics.json of a validation: {detail}. Name one in validation.path/<step>/, or run that "
+            f"{path}: not a valid metrics.json: {detail}. Give one from validation.path/<step>/, or run that "
             "validation again"
         )
 
 
 class CheckpointError(LatentCacheError):
-    """The checkpoint at `path` cannot be written or read, or does not fit; `offenders` names what does not."""
+    """The checkpoint at `path` cannot be written or read, or does not fit. `offenders` lists what does not fit."""
 
     def __init__(self, path: str | Path, detail: str, *, offenders: tuple[str, ...] = ()):
         self.path, self.detail, self.offenders = str(path), detail, offenders
@@ -93,14 +93,14 @@ class CheckpointError(LatentCacheError):
 
 
 class DeviceError(LatentCacheError):
-    """It is unclear, or impossible, where tensors should go."""
+    """It is ambiguous which device tensors should go to, or they cannot go there."""
 
 
 class DeviceMismatchError(DeviceError):
-    """Tensors that are used together lie on different devices.
+    """Tensors that are used together are on different devices.
 
-    `module` is the dotted path of the module, or the part, that uses them; `argument` names the first offender,
-    `found` is its device and `expected` the device that it should be on.
+    `module` is the dotted path of the module or part that uses them. `argument` names the first tensor on the wrong
+    device, `found` is that device and `expected` the right one.
     """
 
     def __init__(self, message: str, *, module: str, argument: str, found: str, expected: str):
@@ -109,7 +109,7 @@ class DeviceMismatchError(DeviceError):
 
 
 class PhaseError(LatentCacheError):
-    """A phase cannot be entered, or training could not be put back as it was; `offenders` names the causes."""
+    """A phase cannot be entered, or the training state could not be restored. `offenders` lists the causes."""
 
     def __init__(self, message: str, *, phase: str, offenders: tuple[str, ...] = ()):
         self.phase, self.offenders = phase, offenders
@@ -117,7 +117,7 @@ class PhaseError(LatentCacheError):
 
 
 class PipelineError(LatentCacheError):
-    """A trainer's data pipeline cannot be cached, or plugged into. `module` names its module that is the cause."""
+    """A trainer's data pipeline cannot be cached or patched. `module` is the pipeline module at fault."""
 
     def __init__(self, message: str, *, module: str | None = None):
         self.module = module
@@ -125,28 +125,28 @@ class PipelineError(LatentCacheError):
 
 
 class ItemsError(PipelineError):
-    """Some items cannot be cached; the others were stored. `failures` names each with its reason."""
+    """Some items cannot be cached. The others were stored; `failures` lists each with its reason."""
 
     def __init__(self, failures: tuple[str, ...], num_items: int, detail: str = ""):
         self.failures, self.num_items = failures, num_items
         super().__init__(
-            f"{len(failures)} of {num_items} items cannot be cached{detail}. What was encoded is stored: fix or "
-            f"remove these, and the next start encodes only what is missing:{listed(failures)}"
+            f"{len(failures)} of {num_items} items cannot be cached{detail}. The others are stored: fix or remove "
+            f"these, and the next start encodes only what is missing:{listed(failures)}"
         )
 
 
 class PipelineStopped(PipelineError):
-    """Caching was asked to stop. `num_encoded` of `num_missing` items were stored."""
+    """Caching was stopped on request. `num_encoded` of `num_missing` items were stored."""
 
     def __init__(self, num_encoded: int, num_missing: int):
         self.num_encoded, self.num_missing = num_encoded, num_missing
         super().__init__(
-            f"caching was stopped: {num_encoded} of {num_missing} missing items are stored; the next start goes on"
+            f"caching was stopped: {num_encoded} of {num_missing} missing items are stored; the next start continues"
         )
 
 
 class ModelError(LatentCacheError):
-    """A model, or one of its parts, cannot be loaded or used. `part` names it."""
+    """A model, or its part `part`, cannot be loaded or used."""
 
     def __init__(self, message: str, *, part: str | None = None):
         self.part = part
@@ -154,19 +154,19 @@ class ModelError(LatentCacheError):
 
 
 class TrainableEncoderError(ModelError):
-    """An encoder is being trained, so its outputs become stale with each step and must not be cached."""
+    """An encoder is being trained. Its outputs go stale with every step, so they must not be cached."""
 
     def __init__(self, part: str, parameter: str):
         self.parameter = parameter
         super().__init__(
-            f"{part}.{parameter} requires grad: the outputs of an encoder that is being trained must not be cached. "
-            f"Call {part}.requires_grad_(False) if it is frozen, or do not cache its outputs.",
+            f"{part}.{parameter} requires grad: outputs of an encoder that is being trained must not be cached. Call "
+            f"{part}.requires_grad_(False) if it is frozen, or do not cache its outputs.",
             part=part,
         )
 
 
 class EncodeError(ModelError):
-    """An encoder's output cannot be stored. `problem` says why, e.g. `nan`, `inf`, `all-zero`, `out-of-memory`."""
+    """An encoder's output cannot be stored. `problem` is for example `nan`, `inf`, `all-zero` or `out-of-memory`."""
 
     def __init__(self, message: str, *, part: str, problem: str):
         self.problem = problem
@@ -174,25 +174,25 @@ class EncodeError(ModelError):
 
 
 class ExtraMissingError(LatentCacheError, ModuleNotFoundError):
-    """The package that provides `module` is not installed; `extra` of latentcache has it."""
+    """The package that provides `module` is not installed. The extra `extra` of latentcache includes it."""
 
     def __init__(self, module: str, extra: str):
         self.module, self.extra = module, extra
         super().__init__(
-            f"the package of {module} is not installed. Run: pip install 'latentcache[{extra}]'", name=module
+            f"the package for {module} is not installed. Run: pip install 'latentcache[{extra}]'", name=module
         )
 
 
 class EncoderBusyError(LatentCacheError):
-    """An entry that is not cached cannot be encoded now. Request it again after `retry_after_s` seconds."""
+    """A missing entry cannot be encoded right now. Retry after `retry_after_s` seconds."""
 
     def __init__(self, detail: str, *, retry_after_s: int):
         self.retry_after_s = retry_after_s
-        super().__init__(f"{detail}; request it again after {retry_after_s} s")
+        super().__init__(f"{detail}; retry after {retry_after_s} s")
 
 
 class ClusterError(LatentCacheError):
-    """A cluster cannot do a run's work. `address` names it, and `next_step` says what to do."""
+    """The cluster at `address` cannot do the work of a run. `next_step` says what to do."""
 
     def __init__(self, address: str, detail: str, next_step: str):
         self.address, self.detail, self.next_step = address, detail, next_step
@@ -200,11 +200,10 @@ class ClusterError(LatentCacheError):
 
 
 class RequestRefused(LatentCacheError):
-    """A service does not do what a request asks for. `status` is that of its answer.
+    """A service refuses a request. `status` is the HTTP status of the response.
 
-    It may be tried again after `retry_after_s`, if that is a number.
-
-    `met` is the value met, `allowed` the one allowed, and `next_step` what to do, where there are such.
+    `met` is the value found, `allowed` what is allowed, `next_step` what to do. The client may retry after
+    `retry_after_s` seconds. Each may be absent.
     """
 
     def __init__(
@@ -223,11 +222,11 @@ class RequestRefused(LatentCacheError):
 
 
 class StoreError(LatentCacheError):
-    """The cache cannot do what it was called for."""
+    """The cache cannot do what was requested."""
 
 
 class CachePathError(StoreError):
-    """Something of the cache cannot be used. `path` names it."""
+    """The file or folder `path` of the cache cannot be used."""
 
     def __init__(self, path: str | Path, detail: str):
         self.path, self.detail = str(path), detail
@@ -235,7 +234,7 @@ class CachePathError(StoreError):
 
 
 class ReadOnlyError(CachePathError):
-    """The cache directory `path` cannot be written."""
+    """The cache at `path` cannot be written."""
 
     def __init__(self, path: str | Path, detail: str = "the cache was opened for reading only"):
         super().__init__(path, detail)
@@ -246,29 +245,29 @@ class StoreBusyError(CachePathError):
 
 
 class StorageFullError(StoreError):
-    """The file system of `path` has no space left. What was sealed before stays readable."""
+    """The file system of `path` is full. Entries that were sealed before stay readable."""
 
     def __init__(self, path: str | Path, needed_bytes: int):
         self.path, self.needed_bytes = str(path), needed_bytes
         super().__init__(
             f"{path}: no space left to write {needed_bytes:,} bytes. All sealed entries are safe: "
-            "free some space (`latentcache prune` helps) and run the same command again to go on."
+            "free some space (`latentcache prune` helps) and run the same command again to continue."
         )
 
 
 class SchemaError(StoreError):
-    """The cache at `path` has format `found`; this version reads `supported`."""
+    """The cache at `path` has format `found`, but this version reads `supported`."""
 
     def __init__(self, path: str | Path, found: object, supported: int):
         self.path, self.found, self.supported = str(path), found, supported
         super().__init__(
             f"{path}: cache format {found!r}, but this latentcache reads format {supported}. "
-            "Use the version that wrote it, or point cache.path to a new directory."
+            "Use the version that wrote it, or set cache.path to a new directory."
         )
 
 
 class UnsafeStoreError(CachePathError):
-    """Something at `path` was not put there by latentcache, and is not touched."""
+    """`path` was not written by latentcache, and is left untouched."""
 
 
 class PackError(CachePathError):
@@ -276,16 +275,16 @@ class PackError(CachePathError):
 
 
 class IndexDamagedError(CachePathError):
-    """The index at `path` is missing, broken, or holds rows that latentcache did not write."""
+    """The index at `path` is missing, damaged, or has rows that latentcache did not write."""
 
     def __init__(self, path: str | Path, detail: str):
-        super().__init__(path, f"the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs.")
+        super().__init__(path, f"the index cannot be used: {detail}. `latentcache rebuild` restores it from the packs.")
 
 
 class RemoteError(StoreError):
-    """What is at `url` does not answer, or not as it should. `status` is that of its answer, `kind` its error's.
+    """The cache at `url` does not respond, or not as expected.
 
-    `next_step` says what to do.
+    `status` is the HTTP status of the response, `kind` the error class that it names, `next_step` what to do.
     """
 
     def __init__(self, url: str, detail: str, next_step: str, *, status: int | None = None, kind: str | None = None):
@@ -294,17 +293,17 @@ class RemoteError(StoreError):
 
 
 class EntryMissingError(StoreError, KeyError):
-    """There is no entry `key`. `reason` says what is known about it."""
+    """There is no entry `key`. `reason` says why, as far as known."""
 
     def __init__(self, key: str, reason: str = "no such entry"):
         self.key, self.reason = key, reason
-        super().__init__(f"entry {key}: {reason}; `latentcache precache CONFIG` makes what a dataset needs")
+        super().__init__(f"entry {key}: {reason}; `latentcache precache CONFIG` encodes what a dataset needs")
 
     __str__ = Exception.__str__
 
 
 class EntryDamagedError(StoreError):
-    """The bytes of entry `key` are not those that were stored. `is_marked`: the cache knows, so precache does too."""
+    """The bytes of entry `key` do not match its digest. If `is_marked`, `precache` will encode it again."""
 
     def __init__(self, key: str, reason: str, *, is_marked: bool = True):
         self.key, self.reason, self.is_marked = key, reason, is_marked
@@ -313,7 +312,7 @@ class EntryDamagedError(StoreError):
 
 
 class SampleError(StoreError):
-    """Sample `sample_id` cannot be returned, and no other is returned in its place."""
+    """Sample `sample_id` cannot be returned. No other sample is returned instead."""
 
     def __init__(self, sample_id: str, reason: str, remedy: str):
         self.sample_id, self.reason, self.remedy = sample_id, reason, remedy

@@ -1,4 +1,4 @@
-"""Frozen values that all layers share. Sizes are (height, width), always."""
+"""Immutable values that all layers share. Sizes are always (height, width)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ Kind = Literal["image", "text", "mask"]
 ImageOutput = Literal["moments", "mean", "sample"]
 Json = Mapping[str, Any]
 Batch = dict[str, Any]
-"""Field -> tensor of the batch's rows, or list with one value a row."""
+"""Field -> tensor with the rows of the batch, or list with one value per row."""
 
 RefusalReason = Literal[
-    "missing",  # the file is not there, or a part of the sample is not
+    "missing",  # the file, or a part of the sample, does not exist
     "unreadable",  # the operating system refused to read it
     "empty",  # zero bytes
     "not-an-image",  # no known image format
-    "unsupported-format",  # an image of a format, or of a kind of it, that is not read
-    "wrong-suffix",  # the name says one format, the bytes another
-    "truncated",  # the bytes end too early
-    "corrupt",  # the bytes are there but cannot be decoded
+    "unsupported-format",  # the format, or this variant of it, is not supported
+    "wrong-suffix",  # the extension names another format than the bytes have
+    "truncated",  # the file ends too early
+    "corrupt",  # the file is complete but cannot be decoded
     "animated",  # more than one frame
     "too-many-pixels",  # a decompression bomb, or just too large
-    "too-small",  # smaller than the least usable side
-    "too-short",  # a still image, or a clip of one frame, where the model needs more
-    "extreme-aspect",  # longer than max_aspect times its shorter side
-    "other-shape",  # the mask has other proportions than its image
-    "has-parts",  # exported: the format has no place for control images or masks
-    "no-bucket",  # the trainer whose rule it is makes no bucket of this size
-    "other-bucket",  # exported: the trainer would make another bucket of it, and fails on this one
-    "bad-output",  # the encoder gave NaN, Inf or all zeros, in float32 too
-    "out-of-memory",  # one image alone does not fit on the device
-    "crashed",  # of manifests that were written before an encoder's death ended the run
-    "duplicate",  # another sample of the dataset has the same sample_id; or several files could be one part of it
+    "too-small",  # the short side is below images.min_side
+    "too-short",  # a still image, or a clip of one frame, but the model needs more
+    "extreme-aspect",  # the aspect ratio is above images.max_aspect
+    "other-shape",  # the mask has another aspect ratio than its image
+    "has-parts",  # on export: the format cannot hold control images or masks
+    "no-bucket",  # the trainer that the bucket rule follows has no bucket for this size
+    "other-bucket",  # on export: the trainer would use another bucket, and fail on this one
+    "bad-output",  # the encoder returned NaN, Inf or all zeros, even in float32
+    "out-of-memory",  # even a single image does not fit on the device
+    "crashed",  # only in old manifests: today a crash of the encoder ends the run
+    "duplicate",  # another sample has the same sample_id, or several files match one part of the sample
     "changed",  # the file changed while the run was reading it
-    "bad-caption",  # the caption cannot be read, or cannot be encoded
-    "unequal",  # imported, but encoding the image or the caption gives something else
+    "bad-caption",  # the caption cannot be read or encoded
+    "unequal",  # imported, but encoding the image or caption again gives a different result
 ]
 
 
 MAX_SIDE = 1 << 24
-"""The longest side of an image, in pixels. Up to here float32, in which UNets take sizes, has all whole numbers."""
+"""The longest side of an image, in pixels. UNets take sizes in float32, which is exact for integers up to this."""
 
 
 class Size(NamedTuple):
@@ -79,11 +79,11 @@ class ClipSize(NamedTuple):
 
 
 Extent = Size | ClipSize
-"""What the images of one batch have in common: their bucket, and of clips the number of frames."""
+"""What all images of a batch share: the bucket, and for clips the number of frames."""
 
 
 def prompt_id(text: str, *, negative: bool = False) -> str:
-    """The sample_id of a validation prompt in the manifest of prompts."""
+    """Return the sample_id of a validation prompt in the manifest of prompts."""
     return f"{'negative ' if negative else ''}prompt: {text}"
 
 
@@ -91,9 +91,9 @@ def prompt_id(text: str, *, negative: bool = False) -> str:
 class Geometry:
     """What was done to an image between decoding and encoding, in integers.
 
-    Every trainer's time ids can be derived from it. `original_size` is the size after the EXIF turn,
-    `resized_size` the size before the crop, `target_size` the bucket. `num_frames` is a clip's; None of an image.
-    `crop_top_left` is the crop in the upright image, also of one that is mirrored.
+    Every trainer's time ids can be derived from it. `original_size` is the size after EXIF rotation, `resized_size`
+    the size before the crop, `target_size` the bucket. `crop_top_left` is the crop before mirroring, even if `flip` is
+    set. `num_frames` is None for an image.
     """
 
     original_size: Size
@@ -105,10 +105,10 @@ class Geometry:
 
     @property
     def seen_crop(self) -> Crop:
-        """The crop in the image that is encoded, mirrored or not: what time ids hold.
+        """The crop in the image as it is encoded, after mirroring. Time ids use this one.
 
-        kohya's sd-scripts swap left and right of a flipped image's crop (train_util.py, `get_crop_ltrb` of `flip_aug`);
-        diffusers' scripts mirror the image before they crop it.
+        kohya's sd-scripts swap left and right of a flipped image's crop (train_util.py, `get_crop_ltrb` for
+        `flip_aug`); diffusers' scripts mirror the image before cropping it.
         """
         if not self.flip:
             return self.crop_top_left
@@ -117,11 +117,11 @@ class Geometry:
 
     @property
     def extent(self) -> Extent:
-        """What it has to have in common with all others of its batch."""
+        """What an image must share with all others in its batch."""
         return self.target_size if self.num_frames is None else ClipSize(*self.target_size, self.num_frames)
 
     def to_json(self) -> dict[str, Any]:
-        """The geometry as a JSON object; sizes are lists of two. An image says nothing of frames."""
+        """Return the geometry as a JSON object, sizes as lists of two. `num_frames` is omitted for an image."""
         frames = {} if self.num_frames is None else {"num_frames": self.num_frames}
         return {
             "original_size": list(self.original_size),
@@ -135,7 +135,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One item of a dataset that was left out, and why. `reason` is a `RefusalReason`."""
+    """An item of a dataset that was left out, and why. `reason` is a `RefusalReason`."""
 
     sample_id: str
     path: str
@@ -143,13 +143,13 @@ class Refusal:
     detail: str
 
     def to_json(self) -> dict[str, str]:
-        """The refusal as a JSON object."""
+        """Return the refusal as a JSON object."""
         return {"sample_id": self.sample_id, "path": self.path, "reason": self.reason, "detail": self.detail}
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What an entry is (`identity`, from which `key` follows) and how it was made (`provenance`). Both are JSON."""
+    """What an entry is (`identity`, which determines `key`) and how it was made (`provenance`). Both are JSON."""
 
     key: str
     kind: str
@@ -159,9 +159,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cached value: its record and its named CPU tensors.
+    """A cached value: its record and its named CPU tensors.
 
-    `ragged` names the fields whose first dimension is a length of the entry's own, as that of a caption.
+    `ragged` names the fields whose first dimension varies between entries, such as the length of a caption.
     """
 
     record: Record
@@ -170,16 +170,16 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Total size of the tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How a field of natural length is padded in a batch: to `length` rows, or to the longest of the batch.
+    """How a ragged field is padded in a batch: to `length` rows, or to the longest of the batch.
 
-    The rows are `value`. They come at this `side`, or before the last `num_last` rows of each entry. ValueError for a
-    length below 1, a negative `num_last` and an unknown side.
+    Rows of `value` are added at this `side`, but before the last `num_last` rows of each entry. Raises ValueError for a
+    length below 1, a negative `num_last` or an unknown side.
     """
 
     length: int | None = None
