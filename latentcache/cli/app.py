@@ -1,6 +1,6 @@
 """The command line: parse, call, print. Results go to stdout, logs and progress to stderr.
 
-Exit codes: 0 done; 1 done, with damage or errors; 2 could not run; 130, 143 stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 success; 1 finished, but found damage or errors; 2 could not run; 130 or 143 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ app = App(
     help="A device-aware cache of VAE latents and text embeddings for diffusion fine-tuning.",
     version=latentcache.__version__,
     result_action="return_value",
-    suppress_keyboard_interrupt=False,  # `main` says what is safe
+    suppress_keyboard_interrupt=False,  # `main` handles it
 )
 for command in (init, *commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
     app.command(command)
@@ -42,14 +42,14 @@ app.command(export_app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # The notes of these packages on optional parts are not printed; their errors are.
+    # Show the errors of these packages, but not their notes about optional features.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     if isinstance(sys.stdout, TextIOWrapper):
-        # A file name need not be text in the terminal's encoding; printing it must not lose a report.
+        # A file name may not be encodable in the terminal; printing it must not lose a report.
         sys.stdout.reconfigure(errors="backslashreplace")
     as_json = "--json" in arguments
     try:
@@ -60,32 +60,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else DONE
     except (LatentCacheError, CycloptsError) as raised:
         error, cause = raised, raised.__cause__
-        if isinstance(raised, CycloptsError) and isinstance(cause, ValidationError):  # a flag names a section
+        if isinstance(raised, CycloptsError) and isinstance(cause, ValidationError):  # a flag that names a section
             error = as_config_error(cause, "flags")
-        # The name of a section alone is no flag.
+        # A section is not a flag.
         text = re.sub(r"Did you mean --(cache|model)\?$", r"Did you mean --\1.path?", str(error))
-        step = ""  # the parser's message names only the argument
+        step = ""  # the parser names only the argument
         if isinstance(raised, MissingArgumentError) and raised.command_chain:
-            step = f" `latentcache {' '.join(raised.command_chain)} --help` says what it takes."
+            step = f" See `latentcache {' '.join(raised.command_chain)} --help`."
         print(f"latentcache: {text}{step}", file=sys.stderr)
         return fail(error, as_json, text)
     except KeyboardInterrupt:
-        print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
+        print("latentcache: interrupted; entries that were sealed are safe", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of the output has gone. Python flushes once more at exit: into nothing.
+        # The reader closed the pipe. Python flushes stdout once more at exit: send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # SIGPIPE, which Windows has no name for
+        return 128 + 13  # SIGPIPE, which Windows does not define
     except Exception as error:
-        # A fault of latentcache: logged. A script must not take Python's exit code 1 for "done, with damage".
-        logger.exception("this should not happen; please report it")
+        # A bug. Python's exit code 1 would mean "finished, but found damage" here.
+        logger.exception("this is a bug in latentcache; please report it")
         return fail(error, as_json)
 
 
 def _refuse_section_and_setting(arguments: Sequence[str]) -> None:
-    """ConfigError for `--datasets.a.mask alpha` beside `--datasets.a.mask.path masks`, on which the parser trips."""
+    """Refuse `--datasets.a.mask alpha` together with `--datasets.a.mask.path masks`, which breaks the parser."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--datasets.")}
     for flag in sorted(flags):
         for other in sorted(flags):
             if other.startswith(f"{flag}."):
-                raise ConfigError(f"{flag} and {other} contradict each other: give one of them", source="flags")
+                raise ConfigError(f"{flag} and {other} exclude each other: give only one", source="flags")

@@ -1,4 +1,4 @@
-"""The commands about a config's datasets and models, those about a cache, and `doctor`."""
+"""The commands that take a config, those that manage a cache, and `doctor`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from latentcache.location import kind_of
 logger = logging.getLogger("latentcache")
 
 GRACE_H = 24.0
-Hours = Annotated[float, Parameter(help="In a bucket: hours for which packs that are not needed any more stay.")]
+Hours = Annotated[float, Parameter(help="For a bucket: how many hours to keep packs that are no longer needed.")]
 
 
 def precache(
@@ -49,19 +49,19 @@ def precache(
     verbose: Switch = False,
     options: OfConfig = CONFIG_DEFAULTS,
 ) -> int:
-    """Encode what is not cached yet.
+    """Encode everything that is not cached yet. Run it again after any change.
 
     Args:
-        config: The config: YAML, TOML or JSON. configs/ holds complete examples.
-        dry_run: Report hits, misses by reason, bytes and time; encode and write nothing.
-        verify_sources: Read and hash every image, also those that look unchanged.
-        ray: Encode on the Ray cluster at this address, HOST:PORT; `auto` finds it, or starts one on this machine.
-        verbose: Name all refused samples, not only five of each reason, and say how it was computed.
+        config: The config: YAML, TOML or JSON. See configs/ for complete examples.
+        dry_run: Report hits, misses by reason, bytes and time, but encode and write nothing.
+        verify_sources: Read and hash every image, even if it looks unchanged.
+        ray: Encode on the Ray cluster at HOST:PORT. `auto` finds a running one, or starts one on this machine.
+        verbose: List all refused samples, not just five per reason, and the devices and dtypes used.
     """
     from latentcache.utils.progress import ShownProgress
     from latentcache.utils.signals import stop_on_signals
 
-    # Read when torch is loaded. By default its threads wait for each other actively, on a CPU at the decoders' cost.
+    # Must be set before torch is loaded: by default its idle threads spin, and take CPU time from the decoders.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from latentcache.precache.run import run_precache
 
@@ -75,7 +75,7 @@ def precache(
         report = run_precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=ShownProgress(), stop=stop
         )
-    is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last one writes
+    is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last writes them
     has_own_cache = options.settings is not None and getattr(options.settings, "cache", None) is not None
     text = precache_text(report, loaded.cache.path if has_own_cache else config, verbose=verbose)
     code = finish(report, options.as_json, has_faults=is_lacking or (strict and bool(report.num_refused)), text=text)
@@ -93,19 +93,19 @@ def validate(
     against: Path | None = None,
     options: OfConfig = CONFIG_DEFAULTS,
 ) -> int:
-    """Measure the validation loss of a checkpoint and sample images, from what is cached: no text encoder is loaded.
+    """Measure a checkpoint's validation loss and sample images from the cache. No text encoder is loaded.
 
     Args:
-        config: The config that the cache was made with; its datasets with the role validation are measured.
-        denoiser: The UNet or transformer: a diffusers folder, its own folder, a .safetensors checkpoint, a
-            checkpoint file of train_lora.py, or a hub id. Default: the model's own.
-        lora: LoRA weights on top of it: the file or folder that diffusers or kohya wrote.
-        lora_scale: The strength of the LoRA.
-        dtype: Of the denoiser: float32, float16, bfloat16, or auto: the family's on an accelerator, float32 on a
-            CPU.
-        step: The number of the training's step: the results are kept under it, in a subfolder of validation.path.
-            Default: that in the LoRA or the checkpoint, or in its name; 0 for the model's own denoiser.
-        against: The metrics.json of another checkpoint: also report the difference of the losses, sample by sample.
+        config: The config that the cache was made with. Its datasets with role validation are measured.
+        denoiser: UNet or transformer: a diffusers folder, its own folder, a .safetensors checkpoint, a checkpoint
+            of train_lora.py, or a hub id. Default: the model's own.
+        lora: LoRA to load on top: a file or folder written by diffusers or kohya.
+        lora_scale: Strength of the LoRA.
+        dtype: Dtype of the denoiser: float32, float16, bfloat16 or auto (the family's on an accelerator, float32 on
+            the CPU).
+        step: Training step of the checkpoint; results go to this subfolder of validation.path. Default: read from
+            the LoRA, the checkpoint, or its file name; 0 for the model's own denoiser.
+        against: metrics.json of another checkpoint. Also report the difference in loss, sample by sample.
     """
     from latentcache.utils.progress import ShownProgress
     from latentcache.validation.checkpoint_validation import validate as validate_checkpoint
@@ -125,22 +125,22 @@ def validate(
 
 
 def explain(sample: str, /, config: Path | None = None, *, options: OfConfig = CONFIG_DEFAULTS) -> int:
-    """Why a sample is a hit or a miss, and which entries it has.
+    """Explain why a sample is a hit or a miss, and list its entries.
 
     Args:
-        sample: Its sample_id: the path relative to the dataset's folder, or its key in a tar or table.
-        config: The config that the sample belongs to.
+        sample: The sample_id: a path relative to the dataset's folder, or the key in a tar or table.
+        config: The config with the sample's dataset.
     """
     from latentcache.precache.explanation import explain as explain_sample
 
     if config is None:
-        raise ConfigError("which config does the sample belong to? latentcache explain SAMPLE CONFIG")
+        raise ConfigError("give the config with the sample's dataset: latentcache explain SAMPLE CONFIG")
     found = explain_sample(options.load(config), sample)
     return finish(found, options.as_json, has_faults=False)
 
 
 def status(target: Target = None, /, *, strict: Strict = False, options: OfCache = CACHE_DEFAULTS) -> int:
-    """Entries, bytes, manifests and damage of the cache."""
+    """Show the entries, bytes, manifests and damage of a cache."""
     from latentcache.loading.status import status as describe
 
     found = describe(options.cache(target))
@@ -149,12 +149,12 @@ def status(target: Target = None, /, *, strict: Strict = False, options: OfCache
 
 
 def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
-    """The record of an entry, or those of a sample: what it was made from and by, and its fields.
+    """Show what an entry, or each entry of a sample, was made from, by which model, and its fields.
 
-    Of a manifest all samples, a line each.
+    For the name of a manifest: list its samples, one per line.
 
     Args:
-        key_or_sample: A key, its first digits (at least 6), a sample_id, or the name of a manifest.
+        key_or_sample: A key or its first 6 or more digits, a sample_id, or the name of a manifest.
     """
     from latentcache.loading.status import opened
     from latentcache.loading.status import show as describe
@@ -172,13 +172,13 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
 
 
 def verify(target: Target = None, /, *, subset: str | None = None, options: OfCache = CACHE_DEFAULTS) -> int:
-    """Read every entry and compare it with its digest. Damaged entries become misses: precache encodes them again.
+    """Read every entry and compare it with its digest. Damaged entries become misses, which precache encodes again.
 
-    From a bucket or a service the packs are fetched, and read here; a service marks what is damaged, with a writing
-    token.
+    Packs in a bucket or behind a service are downloaded and checked here. With a write token, a service is told which
+    entries are damaged.
 
     Args:
-        subset: n/t reads the n-th of t parts, e.g. 1/7 on Mondays.
+        subset: n/t checks only the n-th of t parts, e.g. 1/7 on Mondays.
     """
     from latentcache.loading.status import verify as verify_cache
     from latentcache.utils.progress import ShownProgress
@@ -193,7 +193,7 @@ def verify(target: Target = None, /, *, subset: str | None = None, options: OfCa
 
 
 def rebuild(target: LocalTarget = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
-    """Rebuild the index from the packs."""
+    """Rebuild the index of a cache from its packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
 
     return _finish_upkeep(rebuild_store(options.path(target)), options.as_json)
@@ -209,15 +209,15 @@ def prune(
     grace: Hours = GRACE_H,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
-    """Remove the entries that no manifest refers to.
+    """Remove entries that no manifest refers to.
 
-    In a bucket, packs that hold nothing else are listed, and removed by a run after the grace time.
+    In a bucket, packs without any other entries are listed first. A run after the grace time removes them.
 
     Args:
-        max_bytes: Remove only what is needed for the packs to have at most so many bytes, e.g. 50GB or 50GiB: what was
-            not used for the longest time first.
-        dry_run: Report how many entries and bytes; remove nothing.
-        unfinished: Also remove what runs that did not finish have encoded. Without it, prune waits until they have.
+        max_bytes: Remove only as much as needed to shrink the packs to this size, e.g. 50GB or 50GiB, least recently
+            used first.
+        dry_run: Report how many entries and bytes, but remove nothing.
+        unfinished: Also remove what unfinished runs have encoded. Without it, prune refuses until they are finished.
     """
     from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
     from latentcache.store.upkeep import prune as prune_store
@@ -225,7 +225,7 @@ def prune(
     location = options.cache(target).path
     if isinstance(location, str) and kind_of(location) == "bucket":
         if max_bytes is not None:
-            raise ConfigError("--max-bytes goes with a directory: a bucket does not know when its packs were last used")
+            raise ConfigError("--max-bytes needs a directory: a bucket does not record when its packs were last used")
         return prune_bucket(location, unfinished=unfinished, grace=grace, dry_run=dry_run, as_json=options.as_json)
     path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
@@ -237,8 +237,8 @@ def prune(
     code = _finish_upkeep(report, options.as_json)
     if limit is not None and report.file_bytes_left > limit:
         logger.warning(
-            "%s: %s bytes are left, and %s are allowed: manifests refer to all of them. Delete the file of a manifest "
-            "that is not needed any more, or allow more.",
+            "%s: %s bytes are left, but %s are allowed: manifests refer to all of them. Delete the file of a manifest "
+            "that you no longer need, or allow more.",
             path,
             f"{report.file_bytes_left:,}",
             f"{limit:,}",
@@ -254,10 +254,10 @@ def compact(
     dry_run: Switch = False,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
-    """Rewrite packs that are small or mostly dead, and free their space.
+    """Rewrite packs that are small or hold many removed entries, to free disk space.
 
     Args:
-        dry_run: Report what would be rewritten; write nothing.
+        dry_run: Report what would be rewritten, but write nothing.
     """
     from latentcache.store.upkeep import compact as compact_store
 
@@ -272,12 +272,12 @@ def doctor(
     training: Switch = False,
     as_json: AsJson = False,
 ) -> int:
-    """Look for what makes tensors meet on different devices: versions, driver, devices, the cache's disk.
+    """Check for causes of device mismatches: versions, driver, devices, the cache's disk.
 
     Args:
-        device: The device that is meant: auto, cpu, cuda, cuda:1, mps, xpu, ...
-        deepspeed: Check this DeepSpeed config too: settings that are ignored, refused or left to be filled in.
-        training: Also train a tiny model for one step on the device, and audit where everything is.
+        device: The device that you use: auto, cpu, cuda, cuda:1, mps, xpu, ...
+        deepspeed: Also check this DeepSpeed config for settings that are ignored, refused or missing.
+        training: Also train a tiny model for one step on the device, and audit where its tensors are.
     """
     from latentcache.doctor.environment import diagnose
 
@@ -287,7 +287,7 @@ def doctor(
 
 
 def _finish_upkeep(report: Any, as_json: bool) -> int:
-    """Print an upkeep report; damage makes the exit code 1."""
+    """Print an upkeep report. Damage makes the exit code 1."""
     has_faults = any(getattr(report, name, None) for name in ("damaged", "known_damaged", "unreadable"))
     return finish(report, as_json, has_faults=has_faults, text=upkeep_text(report))
 

@@ -1,4 +1,4 @@
-"""`latentcache init`: a first config for a folder of images, and what is in the folder."""
+"""`latentcache init`: writes a first config for a folder of images, and reports what is in the folder."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from latentcache.utils.durable_files import expanded
 from latentcache.utils.wording import MAX_NAMED, counted, first_of
 
 REPEATS = re.compile(r"([1-9][0-9]{0,5})_(.+)")
-"""A folder's name as kohya has it: `10_cats`."""
+"""A folder name in kohya's style: `10_cats`."""
 CAPTION_EXTENSIONS = (".txt", ".caption")
-"""What trainers write captions to; the first where no image has any."""
+"""Extensions of caption files. The first one is assumed if no image has a caption."""
 CLIP_TOKENS = 75
 CLIP_PIECES = re.compile(r"[^\W\d_]+|\d|(?:[^\w\s]|_)+")
-"""What CLIP's tokenizer never joins: it makes at least one token of each."""
+"""Pieces of text that CLIP's tokenizer never merges: each is at least one token."""
 BUCKETS = {
-    None: "{area: 1048576}  # pixels at most: 1024 * 1024",
-    "kohya": "{rule: kohya, resolution: 1024, max_side: 2048}  # resolution and max_bucket_reso of the training",
-    "onetrainer": "{rule: onetrainer, resolution: 1024}  # resolution of the training",
+    None: "{area: 1048576}  # maximum number of pixels: 1024 * 1024",
+    "kohya": "{rule: kohya, resolution: 1024, max_side: 2048}  # resolution and max_bucket_reso of your training",
+    "onetrainer": "{rule: onetrainer, resolution: 1024}  # resolution of your training",
 }
-HEAD = f"""# By `latentcache init`; configs/{DEFAULT}.yaml shows every setting. Paths begin where the command runs.
-cache: {{path: cache/{DEFAULT}}}  # what is encoded; datasets and runs may share it
+HEAD = f"""# By `latentcache init`; configs/{DEFAULT}.yaml shows every setting. Paths are relative to where you run it.
+cache: {{path: cache/{DEFAULT}}}  # datasets and runs can share one cache
 datasets:
 """
 DATASET = """  - name: '{name}'  # {num_samples} images, {num_bare} without a caption
     repeats: {repeats}  # how often an epoch visits each image
-    source: {source}  # captions of cat.jpg are the lines of cat{extension}; `kind: imagefolder` for metadata.jsonl
+    source: {source}  # each line of cat{extension} is a caption of cat.jpg; `kind: imagefolder` for metadata.jsonl
     buckets: {buckets}
 """
 TAIL = f"""model: {{path: {DEFAULT_REPOSITORY}}}  # or a diffusers folder, or a .safetensors file
-encode: {{store_dtype: float16}}  # half the space of float32
+encode: {{store_dtype: float16}}  # half the size of float32
 """
 NOTES = {
     "buckets": "buckets, height x width",
-    "without_caption": "no caption, trained on the empty one",
-    "captions_alone": "a caption without an image: was one renamed?",
-    "cut_captions": f"a caption of over {CLIP_TOKENS} words and signs, which CLIP cuts; precache may name more",
+    "without_caption": "no caption: trained with an empty one",
+    "captions_alone": "caption without an image: was the image renamed?",
+    "cut_captions": f"caption of more than {CLIP_TOKENS} words and signs, which CLIP truncates; precache may find more",
     "refused": "refused",
 }
 
@@ -65,21 +65,21 @@ def init(
     trainer: Annotated[Literal["kohya", "onetrainer"] | None, Parameter(name="--for")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Write a first config for a folder of images, and say what is in the folder.
+    """Write a first config for a folder of images, and report what is in the folder.
 
     Args:
-        photos: The folder. Subfolders such as `10_cats` become datasets of so many repeats.
-        config: The .yaml file to write; none is overwritten. Default: by the folder's name, in the current folder.
-        trainer: The trainer whose buckets are made. Default: those of latentcache.
+        photos: The folder. Each subfolder named like `10_cats` becomes a dataset with that many repeats.
+        config: The .yaml file to write. Existing files are never overwritten. Default: NAME.yaml in the current folder.
+        trainer: Use the buckets of this trainer. Default: those of latentcache.
     """
     from latentcache.dataset.samples import is_image, walk
 
     photos = expanded(photos)
     config = config or Path(f"{near_name(photos.resolve().name) or 'photos'}.yaml")
     if config.exists() or config.suffix not in (".yaml", ".yml"):
-        problem = "exists, and is left as it is" if config.exists() else "does not end in .yaml"
+        problem = "already exists" if config.exists() else "does not end in .yaml"
         raise ConfigError(f"{problem}; `latentcache init PHOTOS OTHER.yaml` writes OTHER.yaml", source=str(config))
-    # What cannot be read the datasets report.
+    # The datasets report what cannot be read.
     walked = [found for found in walk(str(photos)) if not isinstance(found, Refusal)]
     files = [f"{folder}/{name}".lstrip("/") for folder, names in walked for name in names]
     tops = [top for top in dict.fromkeys(folder.partition("/")[0] for folder, _ in walked) if REPEATS.fullmatch(top)]
@@ -114,7 +114,7 @@ def init(
 
 
 def _sentences(told: Mapping[str, Any]) -> Iterator[str]:
-    """What the JSON document says, for people."""
+    """Yield the lines that say what the JSON document says."""
     for name, has in told["datasets"].items():
         yield f"{name}: {counted(has['num_samples'], 'image')} in {has['path']}; repeats: {has['repeats']}"
         for which, note in NOTES.items():
@@ -123,13 +123,13 @@ def _sentences(told: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  {note} ({len(names):,}): {first_of(names[:MAX_NAMED], len(names))}"
     if others := told["left_out"]:
         named = first_of(others[:MAX_NAMED], len(others))
-        yield f"{counted(len(others), 'image')} left out, in no folder with repeats: {named}; to train on them too,"
+        yield f"{counted(len(others), 'image')} left out, not in a folder with repeats: {named}. To include them,"
         yield f"  move them into a folder such as 1_rest, delete {told['config']}, and run init again"
-    yield from (f"wrote {told['config']}. Read it, then run", *(f"  {step}" for step in told["next"]))
+    yield from (f"wrote {told['config']}. Check it, then run", *(f"  {step}" for step in told["next"]))
 
 
 def _captions_among(files: Sequence[str]) -> tuple[str, list[str]]:
-    """The extension that most images' captions have, and the caption files with it that have no image."""
+    """Return the most common caption extension, and the caption files with it that have no image."""
     from latentcache.dataset.samples import is_image
 
     images = {os.path.splitext(file)[0] for file in files if is_image(file)}
@@ -142,7 +142,7 @@ def _captions_among(files: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _look(dataset: DatasetConfig) -> dict[str, Any]:
-    """What a dataset has, by the names of NOTES. DatasetError where it has no images."""
+    """Return what a dataset contains, under the names in NOTES. Raises DatasetError if it has no images."""
     from latentcache.dataset.bucket_rules import BucketRule
     from latentcache.dataset.images import probe
     from latentcache.dataset.sources import open_source
@@ -155,7 +155,7 @@ def _look(dataset: DatasetConfig) -> dict[str, Any]:
             refused[sample.sample_id] = sample.reason
             continue
         bare += [] if sample.has_caption else [sample.sample_id]
-        # Without apostrophes: the tokenizer takes some together with letters.
+        # Ignore apostrophes: the tokenizer merges some with the letters that follow.
         lengths = [len(CLIP_PIECES.findall(caption.replace("'", ""))) for caption in sample.captions]
         cut += [sample.sample_id] if max(lengths) > CLIP_TOKENS else []
         try:

@@ -1,4 +1,4 @@
-"""The commands `import` and `export`: caches of other trainers. Each format is a command with options of its own."""
+"""The commands `import` and `export` for the caches of other trainers. Each format is a subcommand."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 import_app = App(
     name="import",
-    help="Import the cache of another trainer. Its entries are unverified: precache replaces them.",
+    help="Import the cache of another trainer. Its entries are unverified: precache encodes them again.",
 )
 export_app = App(name="export", help="Export a dataset of the cache to another trainer's format, or to shards.")
 
 OfImport = Annotated[ImportOptions, Parameter(name="*")]
 OfExport = Annotated[SourceOptions, Parameter(name="*")]
 IMPORT_DEFAULTS, EXPORT_DEFAULTS = ImportOptions(), SourceOptions()
-Overwrite = Annotated[bool, Parameter(negative="", help="Replace files that exist already.")]
+Overwrite = Annotated[bool, Parameter(negative="", help="Replace existing files.")]
 
 
 @import_app.command(name="kohya")
@@ -41,8 +41,8 @@ def import_kohya(
     """Import the .npz files of kohya's sd-scripts.
 
     Args:
-        root: The folder of the files.
-        images: The images' folder, if they are not next to the files.
+        root: Folder with the .npz files.
+        images: Folder with the images, if they are not next to the .npz files.
     """
     from latentcache.interop.formats.kohya import KohyaCache
 
@@ -62,10 +62,10 @@ def import_simpletuner(
     """Import SimpleTuner's VAE and text caches.
 
     Args:
-        root: The folder of the VAE cache (`cache_dir_vae`).
-        images: The images' folder.
-        text_cache: The text cache, if it is in another folder.
-        metadata: aspect_ratio_bucket_metadata_ID.json, if there are several, or it is in another folder.
+        root: Folder of the VAE cache (`cache_dir_vae`).
+        images: Folder with the images.
+        text_cache: Folder of the text cache, if it is a different one.
+        metadata: aspect_ratio_bucket_metadata_ID.json, if there are several or it is in another folder.
     """
     from latentcache.interop.formats.simpletuner import SimpleTunerCache
 
@@ -86,10 +86,11 @@ def export_kohya(
     """Export the .npz files of kohya's sd-scripts.
 
     Args:
-        root: The images' folder, or one laid out like it.
-        with_resolution: Write the newer names, which have a resolution. Releases before March 2026 do not find those.
-        buckets: The buckets of the training, if the cache was not made with kohya's rule: settings of `buckets` by
-            name, as resolution=1024,max_side=2048. Default: those of the cache, else kohya's own for that area.
+        root: The folder with the images, or one with the same layout.
+        with_resolution: Put the resolution into the file names, as sd-scripts does since March 2026. Older releases do
+            not find such files.
+        buckets: Buckets of the training, if the cache was not made with rule kohya: settings of `buckets`, such as
+            resolution=1024,max_side=2048. Default: those of the cache, else kohya's defaults for the same area.
     """
     from latentcache.interop.formats import kohya
 
@@ -114,7 +115,7 @@ def export_musubi(
     """Export musubi-tuner's files.
 
     Args:
-        root: The folder to write to: a `cache_directory`.
+        root: Folder to write to: your `cache_directory`.
         dtype: Dtype of the latents.
     """
     from latentcache.interop.formats import musubi
@@ -136,10 +137,10 @@ def export_webdataset(
     """Export WebDataset shards: tar files of npy files, for any model family.
 
     Args:
-        root: The folder to write to: a new one.
-        scaled: Write latents as the denoiser expects them. Default: unscaled, as they are stored.
-        dtype: Dtype of all tensors. Default: as they are stored, bfloat16 as float32.
-        shard_bytes: Size of a file.
+        root: Folder to write to. It must be new or empty.
+        scaled: Write latents scaled, as the denoiser expects them. Default: unscaled, as they are stored.
+        dtype: Dtype of all tensors. Default: as stored, but bfloat16 becomes float32.
+        shard_bytes: Size of each tar file.
     """
     from latentcache.interop.formats import webdataset
     from latentcache.store.batch import DTYPES
@@ -155,7 +156,7 @@ def export_webdataset(
 
 
 def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
-    """Import what `read` opens, and print the report."""
+    """Import the cache that `read` opens, and print the report."""
     from latentcache.interop.importing import import_cache
     from latentcache.precache.workspace import open_workspace
     from latentcache.utils.progress import ShownProgress
@@ -166,9 +167,9 @@ def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
     verification = None
     if options.verify is not None:
         if config is None:
-            raise ConfigError("--verify encodes entries again, and needs --config for the models")
+            raise ConfigError("--verify encodes entries again: give --config, which names the model")
         if options.verify != "all" and not (options.verify.isdecimal() and int(options.verify) > 0):
-            raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
+            raise ConfigError(f"--verify is {options.verify!r}; give a number of entries or all")
         from latentcache.interop.verification import Verification
 
         verification = Verification(config, None, "all" if options.verify == "all" else int(options.verify))
@@ -188,14 +189,14 @@ def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
 
 
 def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
-    """Open the cache, call `export` with it and the dataset's name, and print the report."""
+    """Open the cache, export a dataset of it, and print the report."""
     from latentcache.loading.cache import LatentCache
     from latentcache.utils.progress import ShownProgress
 
     with LatentCache(source.cache().model_copy(update={"unverified": source.unverified})) as cache:
         names = cache.dataset_names()
         if source.manifest is None and len(names) != 1:
-            raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
+            raise ConfigError(f"which dataset? Give --manifest; the cache has: {', '.join(names) or 'none'}")
         report = export(cache, source.manifest or names[0], progress=ShownProgress())
     has_faults = bool(report.num_unread or (source.strict and report.skipped))
     return finish(report, source.as_json, has_faults=has_faults)

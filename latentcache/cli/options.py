@@ -1,4 +1,4 @@
-"""The command line's options: one for each scalar setting of the config, and those that several commands share."""
+"""Options of the command line: a flag for each scalar setting of the config, and options that commands share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from latentcache.location import is_url, kind_of
 
 SETTINGS, EVERYDAY = Group("Settings", sort_key=2), Group("Everyday settings", sort_key=1)
 EVERYDAY_NAMES = {"cache.path", "model.path", "encode.device", "encode.batch_size", "encode.store_dtype"}
-"""The settings that the help lists first."""
+"""The settings that `--help` lists first."""
 
 
 def flags_of(section: type[BaseModel], prefix: str = "") -> type[BaseModel]:
-    """A model whose fields are the section's scalar settings, all optional: cyclopts makes a flag of each.
+    """Build a model with the section's scalar settings as optional fields. Cyclopts makes a flag of each.
 
-    Each one's help ends with [type; default]. Flags are read as text: the schema itself checks and converts them, in
-    one place for files and flags.
+    The help of each flag ends with [type; default]. Flags arrive as text: the schema checks and converts them together
+    with the file's settings.
     """
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
@@ -38,7 +38,7 @@ def flags_of(section: type[BaseModel], prefix: str = "") -> type[BaseModel]:
             described = f"{field.description or ''} [{type_name(field.annotation)}; {default}]"
             group = EVERYDAY if dotted in EVERYDAY_NAMES else SETTINGS
             fields[name] = (Annotated[str | None, Parameter(group=group)], Field(None, description=described))
-    # cyclopts lets all settings of a dataset pass, by whatever name: the schema names those that it does not know.
+    # Cyclopts accepts any name below a dataset. The schema reports the unknown ones.
     config = ConfigDict(extra="allow" if prefix.startswith("datasets.") else "forbid")
     return create_model(f"{section.__name__}Flags", __config__=config, **fields)
 
@@ -48,104 +48,102 @@ if TYPE_CHECKING:
 else:
     ConfigFlags = flags_of(Config)
 Settings = Annotated[ConfigFlags | None, Parameter(name="*", group=SETTINGS)]
-NamedConfig = Annotated[Path | None, Parameter(help="A config: it names the cache, and the models.")]
-# The longer name first: cyclopts would take it for a key of the shorter one.
+NamedConfig = Annotated[Path | None, Parameter(help="The config that names the cache and the models.")]
+# The longer name first: otherwise cyclopts parses it as a key of the shorter one.
 _CACHE_NAMES = ("--cache.path", "--cache")
-CachePath = Annotated[str | None, Parameter(name=_CACHE_NAMES, help="The cache's directory, or its URL.")]
-Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, or a config.")]
-LocalTarget = Annotated[str | None, Parameter(help="The cache's directory, or a config: no URL.")]
-StoredTarget = Annotated[str | None, Parameter(help="The cache's directory, the URL of a bucket, or a config.")]
+CachePath = Annotated[str | None, Parameter(name=_CACHE_NAMES, help="Directory or URL of the cache.")]
+Target = Annotated[str | None, Parameter(help="Directory or URL of the cache, or a config.")]
+LocalTarget = Annotated[str | None, Parameter(help="Directory of the cache, or a config. Not a URL.")]
+StoredTarget = Annotated[str | None, Parameter(help="Directory of the cache, URL of a bucket, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
-Strict = Annotated[bool, Parameter(negative="", help="Make the exit code 1 also where something is refused.")]
+Strict = Annotated[bool, Parameter(negative="", help="Exit with code 1 if anything was refused.")]
 Dtype = Literal["float32", "float16", "bfloat16"]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document to stdout.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigOptions:
-    """What every command about a config takes."""
+    """Options of every command that takes a config."""
 
     as_json: AsJson = False
     settings: Settings = None
-    """Any setting of the config; a dataset goes by its name or number."""
+    """Any setting of the config. Datasets are addressed by name or number."""
 
     def load(self, path: Path) -> Config:
-        """The config in a file, with the settings that were given as flags. Raises ConfigError."""
+        """Load a config and apply the flags. Raises ConfigError."""
         if path.is_dir():
-            message = (
-                f"is a folder, not a config; `latentcache init {shlex.quote(str(path))}` writes one for its images"
-            )
-            raise ConfigError(message, source=str(path))
+            step = f"`latentcache init {shlex.quote(str(path))}` writes one for its images"
+            raise ConfigError(f"is a folder, not a config; {step}", source=str(path))
         given = None if self.settings is None else self.settings.model_dump(exclude_none=True)
         return load_config(path, overrides=given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """What every command about a cache takes, next to its target."""
+    """Options of every command that works on a cache, besides its target."""
 
     config: NamedConfig = None
     as_json: AsJson = False
     cache_path: CachePath = None
 
     def named_config(self, target: str | None) -> Config | None:
-        """The config that a command names, as its target or by --config; None where it names none."""
+        """Load the config given as the target or by --config. None if there is none."""
         file = self.config if target is None or _is_place(target) else Path(target)
         if file is not None and not file.exists():
             raise ConfigError("no such cache directory and no such config", source=str(file))
         return None if file is None else load_config(file)
 
     def cache(self, target: str | None = None) -> CacheConfig:
-        """The cache that a command is about: a flag, else the target, else the config."""
+        """Return the cache to work on: that of the flag, else of the target, else of the config."""
         config, place = self.named_config(target), self.cache_path
         if place is None and target is not None and _is_place(target):
             place = target
         if place is None and config is None:
-            raise ConfigError("which cache? Give its directory, a config, or --cache.path")
+            raise ConfigError("which cache? Give its directory or URL, or a config")
         settings = CacheConfig() if config is None else config.cache
         return settings if place is None else settings.model_copy(update={"path": location_of(place)})
 
     def path(self, target: str | None) -> Path:
-        """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a URL."""
+        """Like `cache`, for a command that works on a directory. Raises RemoteError for a URL."""
         location = self.cache(target).path
         if isinstance(location, str):
-            step = "Run it on the machine that serves the cache, and name the directory."
+            step = "Run it on the machine that serves the cache, with its directory."
             if kind_of(location) != "service":
-                step = f"`latentcache pull {location} DIRECTORY` brings it there; then name the directory."
-            raise RemoteError(location, "this command works on the cache's own directory", step)
+                step = f"Download it with `latentcache pull {location} DIRECTORY`, and give that directory."
+            raise RemoteError(location, "this command needs the directory of the cache", step)
         return location
 
 
 def _is_place(target: str) -> bool:
-    """Whether it is a cache's URL or directory, and no config."""
+    """Whether this is the URL or directory of a cache, rather than a config."""
     return is_url(target) or Path(target).is_dir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions(CacheOptions):
-    """What an import does with the entries."""
+    """Options of every import."""
 
     name: str | None = None
-    """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
+    """Name of the manifest. Default: the name of the config's only dataset, else of the format."""
     caption_extension: str = ".txt"
-    """Suffix of the caption files next to the images."""
+    """Extension of the caption files next to the images."""
     family: str | None = None
-    """The model family of the files. Default: the one that their names say."""
+    """Model family of the files. Default: derived from the file names."""
     verify: str | None = None
-    """Encode so many entries of each kind again, or `all`, and report how they differ. Needs --config."""
+    """Encode this many entries of each kind again, or `all`, and report the differences. Needs --config."""
     no_scale_check: Switch = False
-    """Do not compare the latents' standard deviation with the family's: they are of another VAE."""
+    """Accept latents whose standard deviation is unusual for the family, for example those of another VAE."""
     strict: Strict = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions(CacheOptions):
-    """The cache and the dataset that are exported."""
+    """Options of every export."""
 
     manifest: str | None = None
-    """The dataset. Default: the only one."""
+    """The dataset to export. Default: the only one."""
     unverified: Switch = False
-    """Also export entries that were imported and not verified."""
+    """Also export imported entries that have not been verified."""
     strict: Strict = False
 
 

@@ -1,4 +1,4 @@
-"""What commands print: one JSON document, or text; and their exit codes."""
+"""What commands print, as one JSON document or as text, and their exit codes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
 STARTED = time.monotonic()
-"""When the command began; torch and the models' packages are imported later."""
+"""When the command started, before torch and the model packages are imported."""
 
 
 def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = None) -> int:
-    """Print a report: itself or its `to_json`, else `text` or its `to_text`. Damage or errors make the exit code 1."""
+    """Print a report as JSON or text, and return the exit code: 1 if it `has_faults`."""
     if as_json:
         print(json.dumps(report if isinstance(report, dict) else report.to_json(), ensure_ascii=True))
     else:
@@ -31,11 +31,11 @@ def finish(report: Any, as_json: bool, *, has_faults: bool, text: str | None = N
 
 
 def precache_text(report: Report, target: Path | str, *, verbose: bool) -> str:
-    """What a run did and how long it took, then what is ready and what to do next: with `target`, a config or cache."""
+    """Say what a run did, how long it took, what is ready, and the next command for `target`, a config or cache."""
     lines = [report.to_text(verbose=verbose)]
     total = report.seconds.get("total", 0.0)
     before = max(0.0, time.monotonic() - STARTED - total)
-    lines.append(f"time      {total:.1f} s, after {before:.0f} s of start")
+    lines.append(f"time      {total:.1f} s, plus {before:.0f} s to start")
     if not (report.dry_run or report.interrupted or report.manifests_waiting or report.world_size > 1):
         place = "" if report.cache.get("path") is None else f" in {report.cache['path']}"
         ready = f"{report.num_samples - report.num_refused:,} of {counted(report.num_samples, 'sample')}{place}"
@@ -45,22 +45,22 @@ def precache_text(report: Report, target: Path | str, *, verbose: bool) -> str:
 
 
 def shown_text(found: Mapping[str, Any]) -> str:
-    """A sample or an entry as `status.show` found it."""
+    """Format a sample or an entry that `status.show` found."""
     lines = []
     for dataset in found.get("datasets", ()):
         lines.append(row_text(dataset, f" in {dataset['dataset']}"))
         sizes = {image["key"]: _geometry(image) for image in dataset["images"]}
-        further = f" and {dataset['variants'] - 1} variants of it" if "variants" in dataset else ""
+        further = f" and {dataset['variants'] - 1} variants" if "variants" in dataset else ""
         texts = {caption["key"]: f"{short(caption['text'])!r}{further}" for caption in dataset["captions"]}
         for entry in dataset["entries"]:
             lines += _entry_lines(entry, sizes.get(entry["key"]) or texts.get(entry["key"]))
     if not lines:
         lines = [found["key"], *_entry_lines(found, found.get("provenance", {}).get("source_path"))]
-    return "\n".join([*lines, "--json shows all that the keys follow from"])
+    return "\n".join([*lines, "--json shows everything that the keys depend on"])
 
 
 def row_text(row: Mapping[str, Any], where: str = "") -> str:
-    """A sample of a manifest, in a line."""
+    """Format a sample of a manifest on one line."""
     refusal = row["refusal"]
     end = "" if refusal is None else f"; refused: {refusal['reason']}: {refusal['detail']}"
     return f"{row['sample_id']}{where}: {row['path']}{end}"
@@ -89,59 +89,58 @@ def _entry_lines(entry: Mapping[str, Any], what: str | None) -> Iterator[str]:
 
 
 def upkeep_text(report: Any) -> str:
-    """Say in sentences what `verify`, `rebuild`, `prune` or `compact` did."""
+    """Describe what `verify`, `rebuild`, `prune` or `compact` did."""
     from latentcache.store.upkeep import CompactReport, PruneReport, VerifyReport
 
     entries, again = counted(report.num_entries, "entry"), "damaged; latentcache precache encodes them again"
     if isinstance(report, VerifyReport):
         lines = [f"read {entries} in {counted(report.num_packs, 'pack')} ({size(report.bytes_read)})"]
         if report.ok:
-            lines[0] += ": the cache is whole"
+            lines[0] += ": no damage"
         lines += _listed(again, report.damaged | report.known_damaged)
     elif isinstance(report, PruneReport):
         done = "would drop" if report.dry_run else "dropped"
-        lines = [f"{done} {entries} ({size(report.num_bytes)}) that no manifest needs"]
+        lines = [f"{done} {entries} ({size(report.num_bytes)}) that no manifest refers to"]
         if report.num_packs:
             lines[0] += f", and with them {counted(report.num_packs, 'pack')} ({size(report.file_bytes)})"
         lines[0] += f"; {size(report.file_bytes_left)} are left"
         if report.num_bytes > report.file_bytes:
-            lines.append("latentcache compact gives back the space of what is dropped from packs that stay")
+            lines.append("run latentcache compact to free the space of dropped entries in packs that stay")
     elif isinstance(report, CompactReport):
         before, after = size(report.file_bytes_before), size(report.file_bytes_after)
         packs = counted(report.num_packs_before, "pack")
         lines = [
-            f"nothing to rewrite: {packs}, {before}; a pack is rewritten when it is small, or 30 % of it is dropped"
+            f"nothing to rewrite: {packs}, {before}; packs are rewritten if they are small or 30 % of them is dropped"
         ]
         if report.num_entries or report.file_bytes_before != report.file_bytes_after:
             done = "would rewrite" if report.dry_run else "rewrote"
             lines = [f"{done} {entries}: {packs} to {report.num_packs_after:,}, {before} to {after}"]
         lines += _listed(again, report.damaged)
     else:
-        lines = [f"the index has {entries} of {counted(report.num_packs, 'pack')}"]
+        lines = [f"the index has {entries} in {counted(report.num_packs, 'pack')}"]
     return "\n".join(lines + _listed("packs that cannot be read", getattr(report, "unreadable", {})))
 
 
 def bucket_pruned_text(report: BucketPruneReport) -> str:
-    """Say in sentences what `prune` of a bucket did."""
+    """Describe what `prune` of a bucket did."""
     removed, listed = ("would remove", "would list") if report.dry_run else ("removed", "listed")
     gone, soon = counted(report.num_removed, "pack"), counted(report.num_listed, "pack")
     lines = [
-        f"{removed} {gone} ({size(report.removed_bytes)}) of {report.num_packs:,} that no manifest needs, and whose "
-        "grace time has passed",
-        f"{listed} {soon} ({size(report.listed_bytes)}): a run in {report.grace_h:g} hours removes them; "
-        f"{report.num_waiting:,} that were listed before wait",
-        f"entries that no manifest needs, with those in packs that stay: {report.num_unused:,}",
+        f"{removed} {gone} ({size(report.removed_bytes)}) of {report.num_packs:,}: unused, and past their grace time",
+        f"{listed} {soon} ({size(report.listed_bytes)}): run prune in {report.grace_h:g} hours to remove them; "
+        f"{report.num_waiting:,} listed earlier are still waiting",
+        f"entries that no manifest refers to, including those in packs that stay: {report.num_unused:,}",
     ]
     return "\n".join(lines + _listed("packs that cannot be read", report.unreadable))
 
 
 def _listed(title: str, problems: Mapping[str, str]) -> list[str]:
-    """Lines that name what has a problem, under a title; none where nothing has."""
+    """Return a title and one line per problem, or nothing if there are none."""
     return [f"{title}:", *(f"  {name}: {reason}" for name, reason in problems.items())] if problems else []
 
 
 def fail(error: BaseException, as_json: bool, text: str | None = None) -> int:
-    """The exit code of a command that could not run; with `--json` its error, or `text` for it, is one document."""
+    """Return the exit code of a command that could not run. With `--json`, print its error as a document."""
     if as_json:
         print(json.dumps({"error": str(error) if text is None else text, "type": type(error).__name__}))
     return COULD_NOT_RUN

@@ -1,4 +1,4 @@
-"""The commands about caches elsewhere: copies between directories, services and object stores; and the service."""
+"""The commands that copy caches between directories, services and buckets, and those that serve one."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("latentcache")
 
 MAX_GRACE_H = 24 * 36525
-"""A hundred years: dates have an end."""
+"""A hundred years. Later dates would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """What every command takes that moves packs."""
+    """Options of every command that copies packs."""
 
     manifest: Annotated[list[str] | None, Parameter(negative="")] = None
-    """Move only what this manifest needs. It may be given several times."""
+    """Copy only what this manifest needs. Can be repeated."""
     replace: Switch = False
-    """Put each manifest in the place of the one that is there, instead of merging them."""
+    """Replace existing manifests instead of merging them."""
     dry_run: Switch = False
-    """Report how many packs and bytes; move nothing."""
+    """Report how many packs and bytes, but copy nothing."""
     as_json: AsJson = False
 
 
@@ -48,48 +48,48 @@ TRANSFER_DEFAULTS = TransferOptions()
 
 
 def push(cache: str, url: str, /, *, options: OfTransfer = TRANSFER_DEFAULTS) -> int:
-    """Send the packs and manifests that another place lacks. What is there is not sent again.
+    """Upload the packs and manifests that the target lacks.
 
     Args:
-        cache: The cache: a directory.
-        url: The place: a bucket (s3, gs, az), a service (http, https), or a directory.
+        cache: Directory of the cache.
+        url: Target: a bucket (s3, gs, az), a service (http, https), or a directory.
     """
     return _moved([(cache, url)], options)
 
 
 def pull(url: str, cache: str, /, *, options: OfTransfer = TRANSFER_DEFAULTS) -> int:
-    """Fetch the packs and manifests that a cache lacks. What is there is not fetched again.
+    """Download the packs and manifests that a cache lacks.
 
     Args:
-        url: The place: a bucket (s3, gs, az), a service (http, https), or a directory.
-        cache: The cache: a directory, which is made if it is not there.
+        url: Source: a bucket (s3, gs, az), a service (http, https), or a directory.
+        cache: Directory of the cache. Created if it does not exist.
     """
     return _moved([(url, cache)], options)
 
 
 def sync(a: str, b: str, /, *, options: OfTransfer = TRANSFER_DEFAULTS) -> int:
-    """Push, then pull: both have what either of them had. Of a sample that both have, that of the first counts.
+    """Push, then pull, so that both caches have everything. For samples that differ, the first cache wins.
 
     Args:
-        a: A cache: a directory, or a URL.
-        b: Another one.
+        a: Directory or URL of a cache.
+        b: Directory or URL of another cache.
     """
     if options.replace:
-        raise ConfigError("--replace does not go with sync, which merges the manifests of both: use push or pull")
+        raise ConfigError("--replace cannot be used with sync, which merges both sides: use push or pull")
     return _moved([(a, b), (b, a)], options)
 
 
 def merge(out: str, /, *caches: str, options: OfTransfer = TRANSFER_DEFAULTS) -> int:
-    """Bring the packs and manifests of several caches into one, as those that several workers filled.
+    """Copy the packs and manifests of several caches into one, for example those that several workers filled.
 
-    Of a sample that several have, that of the last one counts.
+    For samples that differ, the last cache wins.
 
     Args:
-        out: The cache that gets all: a directory, which is made if it is not there, or a URL.
-        caches: Those that it gets them from.
+        out: Target: a directory, created if it does not exist, or a URL.
+        caches: The caches to copy from.
     """
     if not caches:
-        raise ConfigError("which caches? Give those to merge after the one that gets all: merge OUT CACHE...")
+        raise ConfigError("which caches? Give them after the target: latentcache merge OUT CACHE...")
     return _moved([(cache, out) for cache in caches], options)
 
 
@@ -111,7 +111,7 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
         except LatentCacheError as error:
             if not reports:
                 raise
-            # What moved before is reported too.
+            # Still report what was copied before.
             reports.append(TransferReport(source, target, options.dry_run, refused={"the whole": str(error)}))
             break
         reports.append(report)
@@ -123,12 +123,12 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
 
 
 def prune_bucket(url: str, *, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:
-    """`prune` of a bucket. `grace`: hours for which what is not needed any more stays."""
+    """Prune a bucket. Packs that are no longer needed stay for `grace` hours."""
     from latentcache.remote.transport import open_transport
     from latentcache.remote.upkeep import prune
 
     if not 0 <= grace <= MAX_GRACE_H:
-        raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more, at most {MAX_GRACE_H:,}")
+        raise ConfigError(f"--grace is {grace}; give a number of hours from 0 to {MAX_GRACE_H:,}")
     with open_transport(url) as transport:
         report = prune(transport, grace_h=grace, unfinished=unfinished, dry_run=dry_run)
     return finish(report, as_json, has_faults=bool(report.unreadable), text=bucket_pruned_text(report))
@@ -152,21 +152,21 @@ def serve(  # noqa: PLR0913 - each is a flag
     photos: Switch = False,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
-    """Serve a cache over HTTP: several trainers, on one machine or many, share it. It runs until Ctrl-C or SIGTERM.
+    """Serve a cache over HTTP, so that trainers on one or many machines can share it. Runs until Ctrl-C or SIGTERM.
 
-    With --json the first line of stdout is {"url": ...}, once the server answers.
+    With --json the first line of stdout is {"url": ...}, printed once the server is up.
 
     Args:
-        host: The address to listen on. Any other than this machine's own needs a token.
-        port: The port to listen on; 0 takes a free one.
-        token_file: A file with the token of clients that may read. Default: the variable LATENTCACHE_TOKEN.
-        write_token_file: A file with the token of clients that may also write. Default: LATENTCACHE_WRITE_TOKEN.
-            Without it nobody writes.
-        ssl_certfile: A certificate (PEM): the server then speaks TLS.
-        ssl_keyfile: The certificate's private key (PEM).
-        encode: A config: prompts and images that are not cached are encoded with its models, and stored.
-        idle_s: After so many seconds without a miss these models leave the device.
-        photos: Show the photos on the page too, where their files are on this machine.
+        host: Address to listen on. Anything but 127.0.0.1 or localhost needs a token.
+        port: Port to listen on. 0 picks a free one.
+        token_file: File with the token for reading. Default: the environment variable LATENTCACHE_TOKEN.
+        write_token_file: File with the token for reading and writing. Default: LATENTCACHE_WRITE_TOKEN. Without one
+            the cache is read-only.
+        ssl_certfile: Certificate (PEM). Enables TLS.
+        ssl_keyfile: Private key of the certificate (PEM).
+        encode: A config. Prompts and images that are not cached are encoded with its model, and stored.
+        idle_s: Move that model off the device after this many seconds without a miss.
+        photos: Show the photos on the page, if their files are on this machine.
     """
     from latentcache.service.auth import token_from
     from latentcache.service.server import Address, access_for
@@ -181,11 +181,11 @@ def serve(  # noqa: PLR0913 - each is a flag
     def announce(url: str) -> None:
         if options.as_json:
             print(json.dumps({"url": url}), flush=True)
-        logger.info("%s is served at %s", path, url)
+        logger.info("serving %s at %s", path, url)
 
     config = options.named_config(target) if encode is None else load_config(encode)
     if encode is not None and options.config is not None:
-        raise ConfigError(f"leave it out: the page shows the config of --encode, {encode}", source="--config")
+        raise ConfigError(f"remove it: the page shows the config of --encode, {encode}", source="--config")
     settings = ServiceSettings(
         cache=path,
         access=access,
@@ -206,32 +206,32 @@ def browse(
     no_open: Switch = False,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
-    """Look into a cache in a browser: its samples, models and damage. It runs until Ctrl-C.
+    """Look at a cache in the browser: its samples, models and damage. Runs until Ctrl-C.
 
-    Only this machine reaches the page, by an address with a token that is made for it, and nothing is written. With
-    --json the first line of stdout is {"url": ...}.
+    The page is read-only, and reachable from this machine only, through a URL with a random token. With --json the
+    first line of stdout is {"url": ...}.
 
     Args:
-        port: The port to listen on; 0 takes a free one.
-        no_open: Open no browser: only say where the page is.
+        port: Port to listen on. 0 picks a free one.
+        no_open: Do not open a browser, only print the URL.
     """
     from latentcache.service.server import Address, access_for
     from latentcache.service.server import serve as run_server
     from latentcache.service.state import ServiceSettings
 
-    # Every account of this machine reaches the port.
+    # All users of this machine can reach the port.
     address, path, token = Address(port=port), options.path(target), secrets.token_urlsafe(32)
 
     def announce(url: str) -> None:
         url = f"{url}/login?token={token}"
         if options.as_json:
             print(json.dumps({"url": url}), flush=True)
-        logger.info("Ctrl-C ends it. Look at %s", url)  # nothing after it is copied with the token
+        logger.info("Press Ctrl-C to stop. Open %s", url)  # nothing follows that could be copied with the token
         if not no_open:
-            # Every account can read a browser's command line. It names a file that only this account can read.
+            # All users can read a browser's command line, so it gets a file that only this user can read.
             file = Path(folder, "open.html")
             file.write_text(f'<meta http-equiv="refresh" content="0; url={url}">', encoding="ascii")
-            # In a thread: a browser in the terminal would keep the server from answering it.
+            # In a thread: a terminal browser would block the server that it waits for.
             threading.Thread(target=webbrowser.open, args=(file.as_uri(),), daemon=True).start()
 
     access, config = access_for(address, token, None), options.named_config(target)

@@ -92,7 +92,7 @@ def test_what_cannot_be_imported_says_what_to_do(
     for command, message in (
         ("simpletuner . --cache x", "--images"),
         ("kohya photos", "which cache? Give its directory"),
-        ("kohya photos --cache x --verify 3", "--verify encodes entries again, and needs --config"),
+        ("kohya photos --cache x --verify 3", "--verify encodes entries again: give --config"),
         ("kohya photos --cache x --name ../x", "the name is '../x'"),
         ("kohya none --cache x", "is not a folder"),
     ):
@@ -105,7 +105,7 @@ def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: An
     for name in ("one", "two"):
         run("import", "kohya", foreign, "--cache", cache, "--name", name)
     code, _, err = run("export", "kohya", out, "--cache", cache)
-    assert code == 2 and "Give --manifest; there are: one, two" in err
+    assert code == 2 and "Give --manifest; the cache has: one, two" in err
     for name, message in (("none", "no manifest 'none'"), ("one", "is unverified")):
         code, _, err = run("export", "kohya", out, "--cache", cache, "--manifest", name)
         assert code == 2 and message in err and not out.exists()
