@@ -5,6 +5,7 @@ Exit codes: 0 success; 1 finished, but found damage or errors; 2 could not run; 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -77,8 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which Windows does not define
     except Exception as error:
-        # A bug. Python's exit code 1 would mean "finished, but found damage" here.
-        logger.exception("this is a bug in latentcache; please report it")
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG):  # of a path that was given
+            print(f"latentcache: {error.filename}: {error.strerror}", file=sys.stderr)
+        else:
+            # A bug. Python's exit code 1 would mean "finished, but found damage" here.
+            logger.exception("this is a bug in latentcache; please report it")
         return fail(error, as_json)
 
 

@@ -146,6 +146,7 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         (f"show {'0' * 64} CONFIG", "0 keys start with"),
         ("status none.yaml --cache.path x", "none.yaml: no such cache directory and no such config"),
         ("verify CONFIG --subset x", "--subset is 'x'"),
+        (f"status {'x' * 300}", "xxx: File name too long"),
     ],
 )
 def test_what_cannot_run_exits_with_2_and_says_why(
