@@ -1,4 +1,4 @@
-"""Where tensors and modules go: the requesting device, and the placement of an encoder with the reason for it."""
+"""Resolves requesting devices and their dtypes, sizes the VAE's batches, and moves encoders to a device and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from latentcache.errors import DeviceError
 
 
 def current_accelerator(*, built_for: bool = False) -> torch.device | None:
-    """The accelerator of this machine, without a number, or None. `built_for`: that of torch's build, here or not."""
+    """This machine's accelerator, without an index, or None. `built_for`: also the one that torch's build is for."""
     if not hasattr(torch, "accelerator"):  # before torch 2.6
         found = torch._C._get_accelerator()
         is_here = found.type != "cpu" and (built_for or torch.get_device_module(found).is_available())
@@ -23,22 +23,22 @@ def current_accelerator(*, built_for: bool = False) -> torch.device | None:
     if not built_for and not torch.accelerator.is_available():
         return None
     try:
-        return torch.accelerator.current_accelerator()  # its check_available came with torch 2.7
-    except RuntimeError:  # of torch 2.6, built for none
+        return torch.accelerator.current_accelerator()  # the argument check_available is new in torch 2.7
+    except RuntimeError:  # torch 2.6 built without an accelerator
         return None
 
 
 DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
-"""Names the requesting device: a device, its name, or a tensor or module that lies on it."""
+"""Identifies the requesting device: a device, its name, or a tensor or module on it."""
 
 VAE_CHANNELS = 128
 """Channels of an AutoencoderKL's encoder at full resolution."""
 VAE_BYTES_PER_PIXEL = VAE_CHANNELS * 5
 """Peak activations of an AutoencoderKL's encoder, in elements per pixel: about five copies of VAE_CHANNELS live at once
-(input, norm, activation, convolution output and workspace). A start value only: when it proves too high the batch is
+(input, norm, activation, convolution output and workspace). Only an initial estimate: a batch that does not fit is
 halved."""
 MAX_ELEMENTS = 2**31 - 1
-"""Largest tensor in a batch of the VAE. cuDNN before 9.3 refuses larger ones, with an error that names no memory."""
+"""Most elements of a tensor in a VAE batch. cuDNN before 9.3 rejects larger ones with an error that is not an OOM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Placement:
 
 
 def device_named(name: str, local_rank: int | None = None) -> torch.device:
-    """The device of this name; `auto` is the accelerator if there is one, else the CPU.
+    """The device of this name, with an index; `auto` is the accelerator if there is one, else the CPU.
 
-    With a `local_rank`, an accelerator without a number is that one of the machine: each rank has its own, also where
-    it sees no other. Without one it is the current one: the device has a number, as those of tensors have. Raises
-    DeviceError for unknown names and for devices that this machine does not have.
+    If the name has no index, `local_rank` selects the accelerator: index 0 if the process sees only one. Without
+    `local_rank` it is the current accelerator. Raises DeviceError for unknown names and for devices that this machine
+    does not have.
     """
     if name == "auto":
         name = str(current_accelerator() or "cpu")
@@ -67,13 +67,13 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
-        raise DeviceError("device 'meta' holds no values; name the device that the model runs on")
+        raise DeviceError("device 'meta' holds no values: name the device that the model runs on")
     module = torch.get_device_module(device)
     if not module.is_available():
         have = current_accelerator()
         raise DeviceError(f"device {name!r} is not available here; there is {have or 'only the CPU'}")
     if device.index is None and local_rank is not None:
-        # Launchers that give each process one device number it 0 in every rank.
+        # If a launcher shows each process a single device, its index is 0 in every rank.
         device = torch.device(device.type, local_rank if module.device_count() > 1 else 0)
     if device.index is not None and device.index >= module.device_count():
         raise DeviceError(f"device {device} does not exist: this machine has {module.device_count()} of that type")
@@ -81,9 +81,9 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def device_of(requester: DeviceLike) -> torch.device:
-    """The requesting device. A module under an offload hook stands for its execution device.
+    """The requesting device. For a module under an offload hook it is the hook's execution device.
 
-    Raises DeviceError for a module whose parameters and buffers lie on several devices, on `meta`, or that has none.
+    Raises DeviceError for a module whose tensors are on several devices or on `meta`, and for one without tensors.
     """
     if isinstance(requester, torch.Tensor):
         if requester.device.type == "meta":
@@ -93,7 +93,7 @@ def device_of(requester: DeviceLike) -> torch.device:
         return device_named(str(requester))
     hook = next(filter(None, map(offload_hook_of, requester.modules())), None)
     if hook is not None:
-        # The parameters are on the CPU or on meta now: only the hook knows where the forward will run.
+        # The parameters are on the CPU or on meta at present: only the hook knows where the forward will run.
         return hook.execution_device
     first: dict[torch.device, str] = {}
     for name, tensor in chain(requester.named_parameters(), requester.named_buffers()):
@@ -102,7 +102,7 @@ def device_of(requester: DeviceLike) -> torch.device:
         raise DeviceError(f"{type(requester).__name__} has no parameters and no buffers: name the device instead")
     if len(first) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in first.items())
-        raise DeviceError(f"{type(requester).__name__} lies on {len(first)} devices ({found}): move it to one first")
+        raise DeviceError(f"{type(requester).__name__} is on {len(first)} devices ({found}): move it to one first")
     device, name = next(iter(first.items()))
     if device.type == "meta":
         raise DeviceError(f"{type(requester).__name__}.{name} is on meta and holds no values: load the module first")
@@ -110,10 +110,10 @@ def device_of(requester: DeviceLike) -> torch.device:
 
 
 def dtype_of(requester: DeviceLike) -> torch.dtype | None:
-    """The floating dtype that the requester computes in, or None when it has none (a device, an integer tensor).
+    """The floating-point dtype that the requester computes in, or None if it has none (a device, an integer tensor).
 
-    Nothing computes in the 8-bit floats that weights may be stored in. diffusers' `enable_layerwise_casting` records
-    the dtype that its module computes in; in other modules 8-bit tensors do not count.
+    8-bit floats are for storage alone, so such tensors are ignored. diffusers' `enable_layerwise_casting` records the
+    dtype that its module computes in.
     """
     if isinstance(requester, torch.Tensor):
         return requester.dtype if _computes(requester) else None
@@ -130,14 +130,17 @@ def _computes(tensor: torch.Tensor) -> bool:
 def vae_batch_size(
     device: torch.device, dtype: torch.dtype, num_pixels: int, requested: int | None = None
 ) -> tuple[int, str]:
-    """How many images of at most `num_pixels` a VAE encodes at once, and why: `requested`, or what fits into memory.
+    """The VAE's batch size for images of up to `num_pixels`, and its reason: `requested`, or what fits into memory.
 
-    On an accelerator never more than MAX_ELEMENTS allows, as no smaller batch is tried after such an error.
+    On an accelerator MAX_ELEMENTS is an upper bound, since the error beyond it does not trigger a smaller batch.
     """
     if requested is not None:
         size, reason = requested, f"batch_size is {requested}"
     elif device.type == "cpu":
-        size, reason = 1, "on a CPU batches are no faster, and an image alone has bits that do not depend on others"
+        size, reason = (
+            1,
+            "on a CPU batches are no faster, and alone an image's bits do not depend on other images",
+        )
     elif (free_bytes := free_memory(device)) is None:
         size, reason = 1, f"{device} does not report how much memory is free"
     else:
@@ -146,15 +149,12 @@ def vae_batch_size(
         reason = f"about {image_bytes / 1e9:.1f} GB each, {free_bytes / 1e9:.1f} GB free on {device}"
     most = max(1, MAX_ELEMENTS // (VAE_CHANNELS * num_pixels))
     if device.type != "cpu" and size > most:
-        size, reason = most, f"{reason}, but {size} of {num_pixels} pixels each have tensors of 2**31 elements or more"
+        size, reason = most, f"{reason}, but {size} of {num_pixels} pixels each need tensors of 2**31 elements or more"
     return size, f"{size} image{'s' if size > 1 else ''}: {reason}"
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes on an accelerator, with those that torch's allocator has and does not use.
-
-    None where its module does not report them.
-    """
+    """Free bytes on an accelerator, including what torch's allocator has cached; None if the backend does not say."""
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return None
@@ -168,9 +168,9 @@ def free_memory(device: torch.device) -> int | None:
 def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
     """The module on `device` and in eval mode; its own device and every training flag are restored afterwards.
 
-    A module under an offload hook goes to the hook's device, and not at all where its hooks move it piece by piece.
-    Its weights are copied back, though they have not changed: the host's memory of them is free meanwhile (9.5 GB for a
-    T5-XXL), and a run does this once for each encoder.
+    A module under an offload hook goes to the hook's device; if its hooks move it piece by piece, it is not moved.
+    Weights are copied back even though they have not changed. Keeping the originals would take host memory meanwhile
+    (9.5 GB for a T5-XXL), and a run moves each encoder only once.
     """
     hook = next(filter(None, map(offload_hook_of, module.modules())), None)
     with in_eval_mode(module):
@@ -190,7 +190,7 @@ def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.M
 
 @contextmanager
 def in_eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """The module in eval mode; every training flag is restored afterwards."""
+    """Put the module in eval mode, and restore every training flag afterwards."""
     training = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
@@ -201,7 +201,7 @@ def in_eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def out_of_memory_error(module: torch.nn.Module, device: torch.device) -> DeviceError:
-    """The error of a module that is larger than the free memory of a device."""
+    """The error for a module that is larger than the free memory of a device."""
     return DeviceError(
         f"{type(module).__name__} does not fit into the free memory of {device}: "
         "free some, use a smaller dtype (encode.vae_dtype, encode.text_dtype), or encode.device: cpu"

@@ -1,4 +1,4 @@
-"""The state of every random generator that training draws from: Python, NumPy, torch on the CPU and on accelerators."""
+"""Random state: saves and restores the global generators of Python, NumPy and torch, on the CPU and accelerators."""
 
 from __future__ import annotations
 
@@ -16,52 +16,45 @@ logger = logging.getLogger("latentcache")
 
 
 def rng_state() -> dict[str, Any]:
-    """The global generators' states, as plain data and tensors.
+    """The state of every global generator, as plain data and tensors.
 
-    `accelerator` holds one state per visible device, or is None without any.
+    `accelerator` holds one state per visible device, or is None if there is no accelerator.
     """
-    accelerator = current_accelerator()
+    here = current_accelerator()
+    states = None if here is None else [torch.get_device_module(here).get_rng_state(*each) for each in _indices(here)]
     return {
         "python": random.getstate(),
         "numpy": tree_map_only(np.ndarray, np.ndarray.tolist, np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
-        "accelerator": None if accelerator is None else {"type": accelerator.type, "states": _states(accelerator)},
+        "accelerator": None if here is None else {"type": here.type, "states": states},
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what `rng_state` returned.
 
-    The streams of accelerators that are not here (another type, fewer devices) are left out with a logged warning:
-    another kind of device draws other numbers from the same state.
+    The streams of accelerators that this machine lacks (another type, or fewer devices) are skipped, with a logged
+    warning: another type of device would draw other numbers from the same state.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    saved = state["accelerator"]
     here = current_accelerator()
-    if saved is None and here is None:
+    saved = state["accelerator"] or {"type": "no accelerator", "states": []}
+    here_type = "no accelerator" if here is None else here.type
+    if saved["type"] != here_type:
+        message = "random state: saved with %s, loaded with %s; the accelerator's random stream is not restored"
+        logger.warning(message, saved["type"], here_type)
         return
-    if saved is None or here is None or saved["type"] != here.type:
-        logger.warning(
-            "random state: saved with %s, here is %s; the random stream of the accelerator is not resumed",
-            "no accelerator" if saved is None else saved["type"],
-            "no accelerator" if here is None else here.type,
-        )
-        return
-    positions = _positions(here)
-    if len(positions) != len(saved["states"]):
-        logger.warning("random state: saved with %d %s, here are %d", len(saved["states"]), here.type, len(positions))
-    for stream, position in zip(saved["states"], positions, strict=False):
-        torch.get_device_module(here).set_rng_state(stream, *position)
+    indices = [] if here is None else _indices(here)
+    if len(indices) != len(saved["states"]):
+        logger.warning("random state: saved with %d %s, loaded with %d", len(saved["states"]), here_type, len(indices))
+    for stream, index in zip(saved["states"], indices, strict=False):
+        torch.get_device_module(here_type).set_rng_state(stream, *index)
 
 
-def _positions(accelerator: torch.device) -> list[tuple[int, ...]]:
-    """What names each device's generator. That of mps is the one whose functions take no device."""
+def _indices(accelerator: torch.device) -> list[tuple[int, ...]]:
+    """The arguments that select each device's generator; mps has one generator, and its functions take none."""
     if accelerator.type == "mps":
         return [()]
     return [(index,) for index in range(torch.get_device_module(accelerator).device_count())]
-
-
-def _states(accelerator: torch.device) -> list[torch.Tensor]:
-    return [torch.get_device_module(accelerator).get_rng_state(*position) for position in _positions(accelerator)]

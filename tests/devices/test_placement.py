@@ -33,7 +33,7 @@ def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
         (torch.nn.ReLU(), "ReLU has no parameters"),
         (
             torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")),
-            r"lies on 2 devices \(0\.weight on cpu, 1\.weight on meta\)",
+            r"is on 2 devices \(0\.weight on cpu, 1\.weight on meta\)",
         ),
     ],
 )
