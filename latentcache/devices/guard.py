@@ -1,4 +1,4 @@
-"""A check before each forward: its inputs lie where the module is, or the error names them."""
+"""Checks before each forward that its inputs are on the module's device; the error names those that are not."""
 
 from __future__ import annotations
 
@@ -24,50 +24,55 @@ from latentcache.utils.nested import named_tensors
 
 @contextmanager
 def guard(module: torch.nn.Module, *, managed: Iterable[str] = ()) -> Iterator[torch.nn.Module]:
-    """Inside the context each forward of the module, and of any submodule, first checks where its inputs lie.
+    """Check the devices of all inputs before each forward of the module and its submodules, inside a `with` block.
 
-    Every tensor among the arguments, nested ones too, must be on the device of the (sub)module's parameters and
-    buffers; 0-dim CPU tensors may be anywhere. Otherwise DeviceMismatchError names the submodule's dotted path and
-    each argument by its name in the signature, before any kernel runs. A submodule that is spread over devices is
-    left to its own submodules, and inputs that an offload hook will move are not checked. The rule also applies to a
-    module that moves its inputs itself. Weights that hooks, block swap or layer offload move in time say nothing of
-    the place of the modules above; `managed` names further submodules that move theirs (DeviceError if there is none).
+    Every tensor among the arguments, nested or not, must be on the device of the (sub)module's parameters and buffers;
+    0-dim CPU tensors are accepted anywhere. A submodule that is spread over several devices is checked only in its own
+    submodules. Inputs that an offload hook will move are not checked. Weights that offload hooks, block swap or layer
+    offload move in time do not count for the modules above them. A module that moves its inputs itself is checked like
+    any other. The hooks are removed when the block ends, also after an error.
 
-    The hooks are removed when the context ends, also after an error. Outside of it nothing is installed.
+    Args:
+        module: The module to check.
+        managed: Dotted paths of submodules whose weights are moved by software that is not recognised. They and
+            everything below them are not checked.
+
+    Raises:
+        DeviceMismatchError: An input is on another device, before any kernel runs. The error names the submodule's
+            path and each such argument as in the signature of `forward`.
+        DeviceError: `managed` names something that is not a submodule.
     """
     parts, managed = dict(module.named_modules()), set(managed)
     for path in managed:
         if path not in parts:
             raise DeviceError(f"managed: there is no submodule {path!r} in {type(module).__name__}")
     moved = {*managed, *movers(module), *(path for path, part in parts.items() if offload_hook_of(part) is not None)}
+    unchecked = tuple(f"{path}." for path in managed)
     with ExitStack() as hooks:
         for path, part in parts.items():
+            if f"{path}.".startswith(unchecked):
+                continue
             start = f"{path}." if path else ""
             below = tuple(f"{each.removeprefix(start)}." for each in moved - {path} if each.startswith(start))
-            check = partial(_check_inputs, path, below, path in managed)
+            check = partial(_check_inputs, path, below)
             hooks.callback(part.register_forward_pre_hook(check, prepend=True, with_kwargs=True).remove)
         yield module
 
 
 def _check_inputs(
-    path: str,
-    below: tuple[str, ...],
-    is_managed: bool,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    path: str, below: tuple[str, ...], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """The forward pre-hook of the submodule at `path`; what has a name that starts with one of `below` is moved."""
+    """The forward pre-hook of the submodule at `path`. Weights whose names start with one of `below` do not count."""
     placed = {name: device for name, device in _placed(module).items() if not name.startswith(below)}
     inside = mover_inside(module)
-    if is_managed or (inside is not None and inside.device is None):
-        return
-    if inside is not None and inside.device is not None:
+    if inside is not None:
+        if inside.device is None:
+            return
         placed = {f"{name} (fetched by {inside.name})": inside.device for name in placed}
     devices = set(placed.values())
     hook = offload_hook_of(module)
     if hook is not None:
-        # CpuOffload moves the inputs only together with the weights: once these are there, nothing moves inputs.
+        # CpuOffload moves inputs only together with the weights: once the weights are there, nothing moves inputs.
         if hook.moves_inputs or devices != {hook.execution_device}:
             return
     elif not devices or (len(devices) > 1 and any(module.children())):
@@ -98,7 +103,7 @@ def _check_inputs(
 
 
 def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
-    """The device of each parameter and buffer that decides where inputs go."""
+    """The device of each parameter and buffer that inputs must match."""
     return {
         name: device_of_values(tensor)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -109,11 +114,11 @@ def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
 def _named_arguments(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor among the arguments, by the names of forward's signature: `hidden_states`, `args.0`, `cond.1`."""
+    """Every tensor among the arguments, named as in the signature of `forward`: `hidden_states`, `args.0`, `cond.1`."""
     signature = inspect.signature(module.forward)
     try:
         named = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # they do not fit the signature, and forward itself raises the error
+    except TypeError:  # they do not match the signature: forward itself will raise the error
         named = {"args": args, **kwargs}
     for name, value in named.items():
         gathers = name in signature.parameters and signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -121,7 +126,7 @@ def _named_arguments(
 
 
 def _fits_any_device(tensor: torch.Tensor) -> bool:
-    """0-dim CPU tensors are numbers to the kernels of every device."""
+    """Whether it is a 0-dim CPU tensor, which kernels of every device accept as a number."""
     return tensor.ndim == 0 and tensor.device == CPU
 
 
