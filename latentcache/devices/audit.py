@@ -1,15 +1,15 @@
-"""The audit of devices: every tensor of a training run that is not where, or not what, it is meant to be."""
+"""The device audit: finds every tensor of a training run whose device, or mode, is not the expected one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from latentcache.devices.optimizer import StateTensor, named_params, state_rule, state_tensors
+from latentcache.devices.optimizer import StateTensor, named_params, state_tensors
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import (
     CPU,
@@ -17,9 +17,7 @@ from latentcache.devices.tensor_location import (
     AuditKind,
     Mover,
     PartTensor,
-    device_of_most,
     device_of_values,
-    hooks_by_path,
     is_optimizer,
     is_partitioned,
     is_scaler,
@@ -30,11 +28,12 @@ from latentcache.devices.tensor_location import (
 from latentcache.errors import DeviceError, DeviceMismatchError, listed
 
 T = TypeVar("T")
+Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One offender. `name` is dotted and starts below `part`; `found` and `expected` are devices or modes."""
+    """One offender. `name` is its dotted name below `part`; `found` and `expected` are devices or modes."""
 
     part: str
     name: str
@@ -42,7 +41,7 @@ class AuditFinding:
     shape: tuple[int, ...] | None
     found: str
     expected: str
-    level: Literal["error", "warning"]
+    level: Level
     reason: str = ""
 
     @property
@@ -51,7 +50,7 @@ class AuditFinding:
         return f"{self.part}.{self.name}" if self.name else self.part
 
     def to_text(self) -> str:
-        """One line: the path, the shape, the kind, what it is, what it should be, and why."""
+        """One line: the path, the shape, the kind, the value found, the value expected, and the reason."""
         shape = "" if self.shape is None else f" {list(self.shape)}"
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.path}{shape} ({self.kind}) is {self.found}, expected {self.expected}{reason}"
@@ -59,7 +58,7 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """All findings of one audit, the number of tensors that it looked at, and notes on what it left alone and why."""
+    """The findings of one audit, the number of tensors checked, and notes on what was skipped and why."""
 
     findings: tuple[AuditFinding, ...]
     notes: tuple[str, ...] = ()
@@ -67,16 +66,16 @@ class AuditReport:
 
     @property
     def errors(self) -> tuple[AuditFinding, ...]:
-        """The findings that fail a step, or train the wrong thing."""
+        """The findings that make a step fail, or train the wrong thing."""
         return tuple(finding for finding in self.findings if finding.level == "error")
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; there may be warnings."""
+        """Whether there are no errors; there may be warnings."""
         return not self.errors
 
     def to_text(self) -> str:
-        """A line per finding and note, errors first, and a last line with the counts."""
+        """One line per finding and note, errors first, and a last line with the counts."""
         lines = [f"error    {finding.to_text()}" for finding in self.errors]
         lines += [f"warning  {finding.to_text()}" for finding in self.findings if finding.level == "warning"]
         lines += [f"note     {note}" for note in self.notes]
@@ -85,7 +84,7 @@ class AuditReport:
         return "\n".join(lines)
 
     def raise_for_errors(self) -> None:
-        """DeviceMismatchError that lists the errors, if there are any; its fields are those of the first."""
+        """Raise a DeviceMismatchError that lists all errors, if there are any; its fields describe the first one."""
         if self.ok:
             return
         first = self.errors[0]
@@ -105,51 +104,58 @@ def audit(
     training: Mapping[str, bool] | None = None,
     managed: Iterable[str] = (),
 ) -> AuditReport:
-    """Look at every tensor of the named parts, and name each that is not on the device it is meant to be on.
+    """Check every tensor of the named parts, and report each one that is not on the device it should be on.
 
-    A part is a module, an optimizer, a GradScaler, an EMA, or a nested batch. `device` is that of all parts, or of
-    each by name; a parked part is given its own. Where it is not given it is inferred: the execution device of the
-    first module under an offload hook, else the device of most parameters and buffers. `training` is checked where it
-    is declared. In both a key is a part or a dotted path below one, and the longest wins.
+    Nothing is moved. In `device`, `training` and `managed` a name is a part or a dotted path below one; the longest
+    matching name wins.
 
-    Weights may wait on the CPU where something moves them in time: offload hooks, block swap and layer offload are
-    recognised. `managed` names the parts, or paths below, of which the same is true and cannot be seen.
+    Args:
+        parts: Modules, optimizers, GradScalers, EMAs and nested batches, by name.
+        device: The device of all parts, or one per name, such as the CPU for a parked part. By default it is inferred:
+            the execution device of the first module under an offload hook, else that of most parameters and buffers.
+        training: Train (True) or eval mode, by name. Modules that are not named are not checked.
+        managed: Names whose weights may wait on the CPU, because software that is not recognised moves them in time.
+            Offload hooks, block swap and layer offload are recognised.
 
-    Nothing is moved. Raises DeviceError for parts of another kind and for keys that name nothing.
+    Returns:
+        The findings, with notes on what was skipped and why.
+
+    Raises:
+        DeviceError: A part is of another kind, or a name matches nothing.
     """
     named = _PrefixMap("managed", dict.fromkeys(managed, Mover("what `managed` names", None)), parts)
-    tensors = [each._replace(mover=each.mover or named.get(each.path)) for each in _tensors(parts)]
+    tensors = [each._replace(mover=named.get(each.path) or each.mover) for each in _tensors(parts)]
     states = [(part, state) for part, value in parts.items() if is_optimizer(value) for state in state_tensors(value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
     devices = _PrefixMap("device", {key: with_index(device_of(like)) for key, like in given.items()}, parts)
     flags = _PrefixMap("training", training, parts)
     inferred = _inferred([tensor for tensor in tensors if devices.get(tensor.path) is None])
+    parameters = {id(item.tensor): item for item in tensors if item.kind == "parameter"}
 
     findings: list[AuditFinding] = []
-    left_alone: dict[tuple[str, str], list[str]] = {}
+    skipped: dict[tuple[str, str], list[str]] = {}
     for item in tensors:
         reason = skip_reason(item.tensor)
         if item.mover is not None and device_of_values(item.tensor) == CPU:
             reason = reason or f"moved by {item.mover.name}"
         if reason:
-            left_alone.setdefault((item.part, reason), []).append(item.name or "itself")
-            continue
-        findings += _misplaced(item, devices.get(item.path), inferred)
+            skipped.setdefault((item.part, reason), []).append(item.name or "itself")
+        else:
+            findings += _misplaced(item, devices.get(item.path), inferred)
     for part, value in parts.items():
         if isinstance(value, torch.nn.Module):
-            findings += _wrong_hook(part, value, devices.get(part))
             findings += _wrong_modes(part, value, flags)
         elif is_scaler(value):
             findings += _wrong_scale(part, value, devices.get(part) or inferred)
-    findings += _misplaced_states(states, tensors, devices if isinstance(device, Mapping) else None)
-    findings += _orphans(parts, tensors)
+    findings += _misplaced_states(states, parameters, devices if isinstance(device, Mapping) else None)
+    findings += _orphans(parts, parameters)
     for declared in (devices, flags, named):
         declared.check_met()
     return AuditReport(
         findings=tuple(findings),
         notes=tuple(
             f"{part}: {len(names)} left where they are, {reason} (the first is {names[0]})"
-            for (part, reason), names in left_alone.items()
+            for (part, reason), names in skipped.items()
         ),
         num_tensors=len(tensors) + len(states),
     )
@@ -158,7 +164,7 @@ def audit(
 def _tensors(parts: Mapping[str, object]) -> list[PartTensor]:
     tensors = [tensor for part, value in parts.items() for tensor in part_tensors(part, value)]
     if not any(isinstance(value, torch.nn.Module) for value in parts.values()):
-        # No module has the parameters of the optimizers, so they are looked at here.
+        # No module brings in the optimizers' parameters, so they are checked under the optimizers' names.
         for part, value in parts.items():
             if is_optimizer(value):
                 tensors += [PartTensor(part, name, "parameter", param) for _, param, name in named_params(value)]
@@ -166,7 +172,7 @@ def _tensors(parts: Mapping[str, object]) -> list[PartTensor]:
 
 
 def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
-    """The device that undeclared parts are meant to be on."""
+    """The expected device of these tensors, for which none was declared."""
     votes: dict[bool, Counter[torch.device]] = {True: Counter(), False: Counter()}
     for item in tensors:
         if item.hook is not None:
@@ -178,47 +184,39 @@ def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
         found = device_of_values(item.tensor)
         if item.tensor.ndim and found.type != "meta" and not skip_reason(item.tensor):
             votes[item.kind in ("parameter", "buffer")][found] += 1
-    return device_of_most(votes[True] or votes[False])
+    counts = votes[True] or votes[False]
+    # In a tie the accelerator wins: a batch is moved to the model, not the other way round.
+    return max(counts, key=lambda device: (counts[device], device != CPU), default=None)
 
 
 def _misplaced(
     item: PartTensor, declared: torch.device | None, inferred: torch.device | None
 ) -> Iterator[AuditFinding]:
-    tensor, hook, found = item.tensor, item.hook, device_of_values(item.tensor)
-    expected, allowed = declared or inferred, {declared or inferred}
-    if hook is not None and declared != CPU:
-        expected, allowed = hook.execution_device, {hook.execution_device}
-    if hook is not None and hook.moves_weights:
-        allowed |= {CPU, META}
-    if expected is None or found in allowed:
+    hook, found, expected = item.hook, device_of_values(item.tensor), declared or inferred
+    if hook is not None and declared != CPU:  # it may be parked under its hooks
+        expected = hook.execution_device
+        if declared not in (None, expected):
+            yield _finding(item, "hook", str(expected), str(declared), "error", "its offload hook runs it there")
+            return
+    waits = hook is not None and hook.moves_weights and found in (CPU, META)
+    if expected is None or found == expected or waits:
         return
+    is_number = found == CPU and item.tensor.ndim == 0
+    if is_number and item.kind == "batch":
+        return
+    level: Level = "error"
+    reason = ""
     if found == META:
-        yield _finding(item, "meta", str(expected), "error", "it holds no values: load or initialise it")
-    elif found == CPU and tensor.ndim == 0 and item.kind == "batch":
-        return
-    elif found == CPU and tensor.ndim == 0 and item.kind == "buffer":
-        yield _finding(item, str(found), str(expected), "warning", "a 0-dim CPU tensor is legal in arithmetic only")
+        reason = "it holds no values: load or initialise it"
+    elif is_number and item.kind == "buffer":
+        level, reason = "warning", "a 0-dim CPU tensor is legal in arithmetic only"
     elif item.kind == "attribute":
-        yield _finding(item, str(found), str(expected), "warning", "it is no buffer: .to() does not move it")
-    else:
-        yield _finding(item, str(found), str(expected), "error")
+        level, reason = "warning", "it is not registered as a buffer, so .to() does not move it"
+    yield _finding(item, "meta" if found == META else item.kind, str(found), str(expected), level, reason)
 
 
-def _finding(
-    item: PartTensor, found: str, expected: str, level: Literal["error", "warning"], reason: str = ""
-) -> AuditFinding:
-    kind: AuditKind = "meta" if found == "meta" else item.kind
+def _finding(item: PartTensor, kind: AuditKind, found: str, expected: str, level: Level, reason: str) -> AuditFinding:
     return AuditFinding(item.part, item.name, kind, tuple(item.tensor.shape), found, expected, level, reason)
-
-
-def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | None) -> Iterator[AuditFinding]:
-    """A part under hooks runs on their device, whatever is declared. On the CPU it may be parked under them."""
-    path, hook = next(iter(hooks_by_path(module).items()), ("", None))
-    if hook is not None and declared not in (None, CPU, hook.execution_device):
-        found = str(hook.execution_device)
-        yield AuditFinding(
-            part, path, "hook", None, found, str(declared), "error", "its offload hook runs it elsewhere"
-        )
 
 
 def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) -> Iterator[AuditFinding]:
@@ -230,44 +228,45 @@ def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) ->
 
 
 def _wrong_scale(part: str, scaler: torch.amp.GradScaler, expected: torch.device | None) -> Iterator[AuditFinding]:
-    """Only the type counts: a GradScaler copies its scale to each device of that type."""
+    """Only the device type matters: a GradScaler copies its scale to each device of that type."""
     if expected is None or not scaler.is_enabled():
         return
-    tensors = {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device.type != expected.type:
-            reason = "the scale must be with the loss"
-            yield AuditFinding(part, name, "scale", (), str(tensor.device), str(expected), "error", reason)
-    built_for = torch.device(scaler._device).type
-    if built_for != expected.type:
-        reason = f"build it with GradScaler({expected.type!r})"
-        yield AuditFinding(part, "", "scale", None, built_for, expected.type, "error", reason)
+    devices = {"": torch.device(scaler._device)}
+    for name in ("_scale", "_growth_tracker"):
+        if (tensor := getattr(scaler, name)) is not None:
+            devices[name] = tensor.device
+    for name, found in devices.items():
+        if found.type != expected.type:
+            reason = f"its scale must be on the loss's device: build it with GradScaler({expected.type!r})"
+            yield AuditFinding(part, name, "scale", None, str(found), str(expected), "error", reason)
 
 
 def _misplaced_states(
-    states: Iterable[tuple[str, StateTensor]], tensors: Iterable[PartTensor], declared: _PrefixMap[torch.device] | None
+    states: Iterable[tuple[str, StateTensor]],
+    parameters: Mapping[int, PartTensor],
+    declared: _PrefixMap[torch.device] | None,
 ) -> Iterator[AuditFinding]:
-    """State that breaks the rules of `optimizer.py`. An optimizer with a declared device is parked there."""
-    parameters = _parameters(tensors)
+    """State that breaks the rules in `optimizer.py`. An optimizer with a device of its own in `declared` is parked."""
     for part, state in states:
         owner = parameters.get(id(state.param))
         path = f"{owner.path if owner else state.param_name}.{state.name}"
-        expected, level, reason = state_rule(state)
+        expected, level, reason = state.rule
         parked = declared.get(f"{part}.{path}") if declared is not None else None
         if parked is not None and expected is not None and state.value.ndim:
-            expected, level, reason = parked, "error", "the optimizer is declared to be there"
+            expected, level, reason = parked, "error", "the optimizer is declared to be parked there"
         found = device_of_values(state.value)
         if expected is not None and found != expected:
             shape = tuple(state.value.shape)
             yield AuditFinding(part, path, "optimizer state", shape, str(found), str(expected), level, reason)
 
 
-def _orphans(parts: Mapping[str, Any], tensors: Sequence[PartTensor]) -> Iterator[AuditFinding]:
-    """Parameters that an optimizer steps but no module has, and those of a module it trains that it does not step."""
-    parameters = _parameters(tensors)
+def _orphans(parts: Mapping[str, Any], parameters: Mapping[int, PartTensor]) -> Iterator[AuditFinding]:
+    """Stepped parameters that are in no module, and trainable parameters of a stepped module that are not stepped."""
     modules = [part for part, value in parts.items() if isinstance(value, torch.nn.Module)]
     optimizers = {part: value for part, value in parts.items() if is_optimizer(value)}
-    if not modules or any(_keeps_copies(optimizer, tensors) for optimizer in optimizers.values()):
+    # DeepSpeed's engines step fp32 copies of their own, which are in no module.
+    keeps_copies = any(not isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers.values())
+    if not modules or keeps_copies or any(is_partitioned(item.tensor) for item in parameters.values()):
         return
     stepped: set[int] = set()
     trained_by: dict[str, str] = {}
@@ -277,31 +276,19 @@ def _orphans(parts: Mapping[str, Any], tensors: Sequence[PartTensor]) -> Iterato
             if id(param) in parameters:
                 trained_by.setdefault(parameters[id(param)].part, part)
                 continue
-            reason = "no module has it: it was replaced after the optimizer was built, and training it has no effect"
+            reason = "no module has it: it was replaced after the optimizer was built, so training it has no effect"
             found, expected = f"an orphan on {device_of_values(param)}", f"a parameter of {' or '.join(modules)}"
             yield AuditFinding(part, param_name, "orphan", tuple(param.shape), found, expected, "error", reason)
-    for item in tensors:
-        is_stepped = item.kind != "parameter" or not item.tensor.requires_grad or id(item.tensor) in stepped
-        if not is_stepped and item.part in trained_by:
-            expected, reason = f"a parameter of {trained_by[item.part]}", "it requires grad and is never stepped"
-            yield _finding(item._replace(kind="orphan"), "in no optimizer", expected, "warning", reason)
-
-
-def _keeps_copies(optimizer: Any, tensors: Iterable[PartTensor]) -> bool:
-    """Whether the optimizer steps copies of its own (DeepSpeed's fp32 partitions), which no module has."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return True
-    return any(is_partitioned(item.tensor) for item in _parameters(tensors).values())
-
-
-def _parameters(tensors: Iterable[PartTensor]) -> dict[int, PartTensor]:
-    return {id(item.tensor): item for item in tensors if item.kind == "parameter"}
+    for item in parameters.values():
+        if item.tensor.requires_grad and id(item.tensor) not in stepped and item.part in trained_by:
+            expected, reason = f"a parameter of {trained_by[item.part]}", "it requires grad but is never stepped"
+            yield _finding(item, "orphan", "in no optimizer", expected, "warning", reason)
 
 
 class _PrefixMap(Generic[T]):
-    """Values by dotted prefix, the longest wins: `unet` is for all of the part, `unet.mid_block` for that block.
+    """Values by dotted prefix; the longest match wins: `unet` covers the whole part, `unet.mid_block` that block.
 
-    `name` is the caller's argument, for messages. Raises DeviceError for a key that is below none of `parts`.
+    `name` is the caller's argument, for messages. Raises DeviceError for a key that is not below any of `parts`.
     """
 
     def __init__(self, name: str, values: Mapping[str, T] | None, parts: Iterable[str]):
@@ -312,12 +299,12 @@ class _PrefixMap(Generic[T]):
                 raise DeviceError(f"{name}[{key!r}]: there is no such part; the parts are {', '.join(parts)}")
 
     def get(self, path: str) -> T | None:
-        """The value of the longest key that is `path` or lies above it, or None."""
+        """The value of the longest key that equals `path` or is a parent of it, or None."""
         keys = [key for key in self._values if path == key or path.startswith(f"{key}.")]
         self._unmet.difference_update(keys)
         return self._values[max(keys, key=len)] if keys else None
 
     def check_met(self) -> None:
-        """DeviceError for keys that no looked-up path was below: a misspelt name declares nothing."""
+        """Raise DeviceError for keys that matched no path: a misspelt name must not pass unnoticed."""
         if self._unmet:
             raise DeviceError(f"{self._name}: nothing in the parts is called {', '.join(sorted(self._unmet))}")

@@ -1,4 +1,4 @@
-"""Optimizer state: on which device it belongs, and how it gets there with the flags that are in force.
+"""Optimizer state: the device it belongs on, and loading and moving it without changing the groups' flags.
 
 The rules are those of torch's own optimizers (`torch/optim` of 2.13, "special device hosting for step" in
 `optimizer.py`):
@@ -8,12 +8,11 @@ The rules are those of torch's own optimizers (`torch/optim` of 2.13, "special d
     `step` of ASGD, other 0-dim    the parameter's device         the CPU or the parameter's device
     one dimension or more          the parameter's device         the parameter's device
 
-The flags are those that the group has now: `load_state_dict` replaces them, so they must be final first.
+The flags are the group's present ones. Set them before state is moved; torch's `load_state_dict` replaces them.
 
-State is moved by this table, in its own dtype: torch's `load_state_dict` takes flags from the state (a plain checkpoint
-makes a fused optimizer plain), and casts state to the parameter's dtype (float32 moments of bfloat16 parameters are
-rounded). Optimizers that load in a way of their own, such as those with 8-bit state, are asked to. Moving every tensor
-to the device costs a host sync per use of `step`.
+State is moved by this table and keeps its dtype. torch's `load_state_dict` takes the flags from the state, so that a
+plain checkpoint makes a fused optimizer plain, and casts state to the parameter's dtype, which rounds float32 moments
+of bfloat16 parameters. Classes that override `load_state_dict`, such as those with 8-bit state, load through it.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from latentcache.devices.tensor_location import CPU, device_of_values, immovable_reason
 from latentcache.errors import CheckpointError, DeviceError
 from latentcache.utils.nested import named_tensors
 
 FLAGS = ("fused", "foreach", "capturable", "maximize", "differentiable")
-"""Settings of a group that say how a step is computed. The code that builds the optimizer decides them, not a file."""
+"""Group settings that select how a step is computed. They come from the code that builds the optimizer, not a file."""
 
 
 class StateRule(NamedTuple):
-    """Where a state tensor belongs. `device` None: it may stay. `level` is that of being elsewhere."""
+    """Where a state tensor belongs; `device` None means that it may stay. `level` is the severity of a violation."""
 
     device: torch.device | None
     level: Literal["error", "warning"]
@@ -45,20 +44,19 @@ class StateRule(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """One tensor of `optimizer.state`. `key` is the state's own name; `name` adds the position in nested state."""
+    """One tensor of `optimizer.state`. `key` is its key there; `name` adds the position inside nested state."""
 
-    optimizer: Any
-    group: Mapping[str, Any]
     param: torch.Tensor
     param_name: str
     key: str
     name: str
     value: torch.Tensor
+    rule: StateRule
 
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What `repair_optimizer` moved, a line for each tensor (`weight: exp_avg: cpu -> cuda:0`); perhaps nothing."""
+    """What `repair_optimizer` moved, one line per tensor (`weight: exp_avg: cpu -> cuda:0`); may be empty."""
 
     moved: tuple[str, ...]
 
@@ -67,7 +65,7 @@ class RepairReport:
 
 
 def named_params(optimizer: Any) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, str]]:
-    """Each parameter with its group and its name: that of the group's `param_names`, which torch keeps if given."""
+    """Each parameter with its group and its name, from the group's `param_names` if torch was given names."""
     for number, group in enumerate(unwrapped(optimizer).param_groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
@@ -75,58 +73,71 @@ def named_params(optimizer: Any) -> Iterator[tuple[Mapping[str, Any], torch.Tens
 
 
 def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
-    """Every tensor of the optimizer's state, nested ones too. Wrappers are looked into."""
+    """Every tensor of the optimizer's state, including nested ones. Wrappers of optimizers are unwrapped."""
     for group, param, param_name in named_params(optimizer):
         for key, value in dict(optimizer.state.get(param, {})).items():
             for name, tensor in named_tensors(value, str(key)):
-                yield StateTensor(optimizer, group, param, param_name, str(key), name, tensor)
+                rule = _rule(optimizer, group, param, str(key), tensor)
+                yield StateTensor(param, param_name, str(key), name, tensor, rule)
 
 
-def state_rule(state: StateTensor) -> StateRule:
+def _rule(optimizer: Any, group: Mapping[str, Any], param: torch.Tensor, key: str, value: torch.Tensor) -> StateRule:
     """The rule of the table above. A tensor obeys it if the rule's device is None or its own."""
-    name, value, home = state.key, state.value, device_of_values(state.param)
+    home = device_of_values(param)
     immovable = immovable_reason(value)
     if immovable:
         return StateRule(None, "error", immovable)
     if home.type == "meta":
-        return StateRule(None, "error", "the parameter is on meta, which is no place for state")
+        return StateRule(None, "error", "the parameter is on meta, where state cannot be")
     if value.ndim > 0:
         return StateRule(home, "error", "state of one dimension or more belongs on its parameter's device")
-    flags = [flag for flag in ("fused", "capturable") if state.group.get(flag)]
+    flags = [flag for flag in ("fused", "capturable") if group.get(flag)]
     if flags:
-        return StateRule(home, "error", f"{flags[0]}=True: the kernel reads {name} on its parameter's device")
+        return StateRule(home, "error", f"{flags[0]}=True: the kernel reads {key} on its parameter's device")
     if device_of_values(value) not in (CPU, home):
-        expected = home if name != "step" else CPU
-        return StateRule(expected, "error", f"{name} is neither on the CPU nor with its parameter")
-    if name == "step" and not isinstance(unwrapped(state.optimizer), torch.optim.ASGD):
+        expected = home if key != "step" else CPU
+        return StateRule(expected, "error", f"{key} is neither on the CPU nor on its parameter's device")
+    if key == "step" and not isinstance(unwrapped(optimizer), torch.optim.ASGD):
         return StateRule(CPU, "warning", "without fused or capturable, step on a device costs one host sync per use")
-    return StateRule(None, "error", f"a 0-dim {name} may lie on the CPU or with its parameter")
+    return StateRule(None, "error", f"a 0-dim {key} may be on the CPU or on its parameter's device")
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The innermost optimizer: accelerate and DeepSpeed keep it in `.optimizer`."""
+    """The innermost optimizer: wrappers of accelerate and DeepSpeed keep it in `.optimizer`."""
     while hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
         optimizer = inner
     return optimizer
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer inside wrappers such as accelerate's, whose own loading moves every tensor."""
+    """The torch optimizer inside wrappers, such as accelerate's, whose own loading moves every tensor.
+
+    Raises DeviceError if there is none.
+    """
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise DeviceError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: this function must not move its state. "
-            "A sharded engine places its own."
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its state must not be moved here. "
+            "A sharded engine places its own state."
         )
     return optimizer
 
 
 def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
-    """Put the optimizer's state where its parameters are now, by the table above, and report what moved.
+    """Move the optimizer's state to where its parameters are now, and report what moved.
 
-    Call it after `model.to(device)` and after the flags of the groups (fused, capturable, foreach) are final. No dtype
-    changes, except that `step` of fused and capturable groups is float32. Tensors that are in place stay the same
-    objects. Raises DeviceError for what is not a torch optimizer and for parameters on `meta`.
+    `step` of groups that are neither fused nor capturable goes to the CPU, where torch expects it. Call this after
+    `model.to(device)` and after the groups' flags (fused, capturable, foreach) are final. Dtypes do not change, except
+    that `step` of fused and capturable groups becomes float32. Tensors that are in place stay the same objects.
+
+    Args:
+        optimizer: A torch optimizer, or a wrapper that keeps one in `.optimizer`.
+
+    Returns:
+        What was moved.
+
+    Raises:
+        DeviceError: `optimizer` is not a torch optimizer, or a parameter is on `meta`.
     """
     optimizer = _movable(optimizer)
     before = {(state.param_name, state.name): state.value.device for state in state_tensors(optimizer)}
@@ -148,18 +159,21 @@ def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a torch optimizer's `state_dict` onto the devices that the parameters are on now.
 
-    Flags (fused, foreach, capturable, maximize, differentiable) stay as the optimizer was built; lr, betas, weight
-    decay and the like come from `state_dict`, a tensor where the optimizer has a tensor.
+    Flags (fused, foreach, capturable, maximize, differentiable) stay as the optimizer was built. lr, betas, weight
+    decay and the like come from `state_dict`; a setting that is a tensor in the optimizer stays that tensor.
 
     Args:
         optimizer: A torch optimizer, or a wrapper that keeps one in `.optimizer`.
-        state_dict: What its class's `state_dict()` gave. State keeps its dtype, and shares no memory with it.
+        state_dict: What `state_dict()` of its class returned. State keeps its dtype, and is copied.
 
     Raises:
-        CheckpointError: The groups do not match. The optimizer is then as it was.
-        DeviceError: `optimizer` is no torch optimizer, or a parameter is on `meta`.
+        CheckpointError: `state_dict` is not that of an optimizer, or its groups do not match. Nothing has changed then.
+        DeviceError: `optimizer` is not a torch optimizer, or a parameter is on `meta`.
     """
     optimizer = _movable(optimizer)
+    if not {"state", "param_groups"} <= set(state_dict or ()):
+        detail = "has no `state` and `param_groups`: give what the state_dict() of an optimizer returned"
+        raise CheckpointError("optimizer state", detail)
     by_itself = _loads_by_itself(optimizer)
     if not by_itself:
         state_dict = dict(state_dict)  # hooks may change it
@@ -176,17 +190,16 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
     groups = [_group_as_built(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
     if by_itself:
         numbered = [{**group, "params": saved["params"]} for group, saved in zip(groups, saved_groups, strict=True)]
-        optimizer.load_state_dict({**state_dict, "param_groups": numbered})
-        held = {_memory(tensor) for _, tensor in named_tensors(saved_state, "")} - {0}
-        for param, values in optimizer.state.items():  # torch's own loading keeps what is in its place already
-            optimizer.state[param] = tree_map_only(
-                torch.Tensor, lambda each: each.clone() if _memory(each) in held else each, values
-            )
+        # torch's loading does not copy tensors that need no move.
+        copied = tree_map(lambda each: each.clone() if type(each) is torch.Tensor else each, saved_state)
+        optimizer.load_state_dict({**state_dict, "state": copied, "param_groups": numbered})
         return
+    owners = {
+        number: (group, param)
+        for group, saved in zip(groups, saved_groups, strict=True)
+        for number, param in zip(saved["params"], group["params"], strict=True)
+    }
     state: dict[Any, Any] = defaultdict(dict)
-    owners: dict[Any, tuple[Mapping[str, Any], torch.Tensor]] = {}
-    for group, saved in zip(groups, saved_groups, strict=True):
-        owners |= {number: (group, param) for number, param in zip(saved["params"], group["params"], strict=True)}
     for number, values in saved_state.items():
         if number in owners:
             owner, param = owners[number]
@@ -198,14 +211,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
         loaded(optimizer)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Where a plain tensor's memory begins; 0 for any other."""
-    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    return tensor.untyped_storage().data_ptr() if is_plain else 0
-
-
 def _movable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer inside wrappers. DeviceError for parameters on `meta`."""
+    """The torch optimizer inside wrappers. Raises DeviceError if parameters are on `meta`."""
     optimizer = inner_optimizer(optimizer)
     params = [param for _, param, _ in named_params(optimizer)]
     num_meta = sum(param.device.type == "meta" for param in params)
@@ -219,7 +226,7 @@ def _loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved group with the live one's parameters, flags, and choice between tensors and numbers."""
+    """The saved group with the live one's parameters and flags, and a tensor or a number for each setting as there."""
     kept = (*FLAGS, "params", "param_names")
     return {**live, **{key: _as_built(live.get(key), value) for key, value in saved.items() if key not in kept}}
 
@@ -242,15 +249,15 @@ def _placed(
     *,
     copy: bool = False,
 ) -> dict[str, Any]:
-    """The state of a parameter by the table above, in memory of its own if `copy`."""
+    """The state of a parameter, placed by the table above; `copy` copies what is in place already."""
     is_fused = bool(group.get("fused") or group.get("capturable"))
 
     def place(key: str, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return deepcopy(leaf) if copy else leaf
-        home = state_rule(StateTensor(optimizer, group, param, "", key, key, leaf)).device
+        home = _rule(optimizer, group, param, key, leaf).device
         device = leaf.device if home in (None, device_of_values(leaf)) else home
-        # Fused kernels take no other dtype.
+        # Fused kernels accept no other dtype of `step`.
         return leaf.to(device, torch.float32 if key == "step" and is_fused else leaf.dtype, copy=copy)
 
     with torch.no_grad():

@@ -1,11 +1,10 @@
-"""The tensors of a training run's parts: their names, where their values lie, and which software moves them.
+"""The tensors of a training run's parts: their names, where their values are, and which software moves them.
 
-Offload hooks, quantised weights and shards are recognised by their attributes: no package of theirs is imported.
+Offload hooks, quantised weights and shards are recognised by their attributes, without importing their packages.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
@@ -22,22 +21,22 @@ AuditKind: TypeAlias = Literal[
     "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
     "ema", "batch", "scale", "hook", "meta", "mode",
 ]  # fmt: skip
-"""What an audit looks at, and what it finds. `attribute` is a tensor that is no buffer, which `.to()` does not move.
-`orphan` is a parameter of an optimizer that no model has any more, or one of a model that its optimizer lacks.
+"""Kind of an audited item or a finding. `attribute` is a tensor that is not registered as a buffer, so `.to()` does not
+move it. `orphan` is a parameter that is in an optimizer but in no model, or in a trained model but in no optimizer.
 `mode` is a train/eval flag."""
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 IMMOVABLE_PACKAGES = ("bitsandbytes", "torchao", "optimum.quanto", "quanto", "hqq")
-"""Packages whose tensor classes keep quantised values and place them themselves."""
+"""Packages whose tensor classes hold quantised values and manage their own placement."""
 PLAIN = (str, bytes, int, float, complex, Path, np.ndarray, np.generic, torch.dtype, torch.device, type(None))
-"""What a batch may contain next to tensors: none of it is ever on a device."""
+"""Types that a batch may contain besides tensors; their values are never on a device."""
 
 
 # One tensor
 
 
 def device_of_values(tensor: torch.Tensor) -> torch.device:
-    """The device of the values: of this rank's shard for a DTensor, of the partition for a ZeRO-3 parameter."""
+    """The device that holds the values: of this rank's shard for a DTensor, of the partition for a ZeRO-3 parameter."""
     partition = getattr(tensor, "ds_tensor", None)
     if tensor.numel() == 0 and isinstance(partition, torch.Tensor):
         return partition.device
@@ -45,18 +44,13 @@ def device_of_values(tensor: torch.Tensor) -> torch.device:
     return local.device if isinstance(local, torch.Tensor) else tensor.device
 
 
-def device_of_most(devices: Counter[torch.device]) -> torch.device | None:
-    """The device that occurs most. In a tie it is the accelerator: a batch is moved to the model, not back."""
-    return max(devices, key=lambda device: (devices[device], device != CPU), default=None)
-
-
 def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Whether DeepSpeed ZeRO-3 manages the tensor: it is empty, or on another device, between forwards."""
+    """Whether DeepSpeed ZeRO-3 manages the tensor: between forwards it is empty, or on another device."""
     return hasattr(tensor, "ds_id")
 
 
 def immovable_reason(tensor: object) -> str | None:
-    """Why only its own package may move this (it is quantised, paged or streamed), or None if anyone may."""
+    """Why only its own package may move this tensor (it is quantised, paged or streamed), or None."""
     for kind in type(tensor).__mro__:
         if kind.__module__.startswith(IMMOVABLE_PACKAGES):
             return f"a {kind.__module__.partition('.')[0]} {type(tensor).__name__}, which its package places"
@@ -68,7 +62,7 @@ def immovable_reason(tensor: object) -> str | None:
 
 
 def skip_reason(tensor: torch.Tensor) -> str | None:
-    """Why a check of devices skips the tensor (its manager moves it in time for its use), or None if it does not."""
+    """Why device checks skip this tensor (other software moves it before it is used), or None."""
     if is_partitioned(tensor) and tensor.numel() == 0:
         return "partitions of DeepSpeed ZeRO-3, empty between forwards"
     mesh = getattr(tensor, "device_mesh", None)
@@ -81,7 +75,7 @@ def skip_reason(tensor: torch.Tensor) -> str | None:
 
 
 class OffloadHook(NamedTuple):
-    """A hook's execution device; whether it moves the weights there and back, and whether it moves the inputs too."""
+    """An offload hook: the device it executes on, whether it moves the weights there and back, and the inputs too."""
 
     execution_device: torch.device
     moves_weights: bool
@@ -93,8 +87,8 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
     for hook in _accelerate_hooks(module):
         device = getattr(hook, "execution_device", None)
         if device is not None:
-            # AlignDevicesHook has `offload`, whether it moves weights, and always moves inputs. CpuOffload has no such
-            # field: it moves the weights, and the inputs only when the weights are not there already.
+            # AlignDevicesHook always moves inputs; its `offload` says whether it moves weights. CpuOffload has no such
+            # field: it moves the weights, and the inputs only if the weights are not on the device yet.
             moves_weights = bool(getattr(hook, "offload", True))
             return OffloadHook(with_index(torch.device(device)), moves_weights, hasattr(hook, "offload"))
     for hook in _diffusers_hooks(module):
@@ -111,11 +105,9 @@ def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
 
 
 def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
-    """What each submodule has by its dotted path, else what its nearest parent has."""
+    """Each submodule's value by dotted path: its own, else that of its nearest parent with one."""
     found: dict[str, T] = {}
-    if not own:
-        return found
-    for path, _ in module.named_modules():
+    for path, _ in module.named_modules() if own else ():
         above = path.rpartition(".")[0]
         if path in own:
             found[path] = own[path]
@@ -125,7 +117,7 @@ def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
 
 
 class Mover(NamedTuple):
-    """What moves the weights of a module to their use and back, without hooks: its class, and the device if it says."""
+    """Software that moves a module's weights for each use, without hooks: its class name, and the device if known."""
 
     name: str
     device: torch.device | None
@@ -145,10 +137,10 @@ def mover_inside(module: torch.nn.Module) -> Mover | None:
 
 
 def movers(module: torch.nn.Module) -> dict[str, Mover]:
-    """The dotted paths of all submodules whose weights something other than a hook moves, each with what does.
+    """What moves the weights of submodules without hooks, by the submodules' dotted paths.
 
-    Those of `mover_inside`, and lists of blocks under block swap of musubi-tuner, sd-scripts (`wait_for_block`) and
-    SimpleTuner (`stream_in`), which happens before a block's forward.
+    Besides `mover_inside` these are block swap of musubi-tuner and sd-scripts (`wait_for_block`) and of SimpleTuner
+    (`stream_in`), which move lists of blocks: each block just before its forward.
     """
     found: dict[str, Mover] = {}
     for path, part in module.named_modules():
@@ -170,16 +162,16 @@ def movers(module: torch.nn.Module) -> dict[str, Mover]:
 
 
 def replaces_parameters(module: torch.nn.Module) -> bool:
-    """Whether an offload hook on this module itself puts other Parameter objects in the place of its own.
+    """Whether an offload hook on this module itself replaces its Parameter objects by others.
 
-    accelerate's AlignDevicesHook with `offload` does: `enable_sequential_cpu_offload` and `cpu_offload` install it. An
-    optimizer that was built before continues to train the old objects, which nothing uses any more.
+    accelerate's AlignDevicesHook with `offload` does; `enable_sequential_cpu_offload` and `cpu_offload` install it. An
+    optimizer that was built earlier keeps training the old objects, which are no longer in use.
     """
     return any(getattr(hook, "offload", False) is True for hook in _accelerate_hooks(module))
 
 
 def casting_dtype_of(module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype that this module itself computes in under diffusers' layerwise casting, or None without it."""
+    """The dtype that diffusers' layerwise casting makes this module itself compute in, or None without it."""
     found = (getattr(hook, "compute_dtype", None) for hook in _diffusers_hooks(module))
     return next((dtype for dtype in found if isinstance(dtype, torch.dtype)), None)
 
@@ -196,7 +188,7 @@ def with_index(device: torch.device) -> torch.device:
 
 def _accelerate_hooks(module: torch.nn.Module) -> Iterable[Any]:
     """What accelerate keeps in `_hf_hook`: one hook, or several in a SequentialHook."""
-    hook = vars(module).get("_hf_hook")  # a module without an attribute takes long to say so
+    hook = vars(module).get("_hf_hook")  # Module.__getattr__ is slow for missing attributes
     hooks: Iterable[Any] = () if hook is None else getattr(hook, "hooks", (hook,))
     return hooks
 
@@ -227,7 +219,7 @@ class PartTensor(NamedTuple):
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether it has an optimizer's groups and state. DeepSpeed's and accelerate's wrappers have both."""
+    """Whether it has an optimizer's groups and state, as the wrappers of DeepSpeed and accelerate do too."""
     return not isinstance(value, torch.nn.Module) and hasattr(value, "param_groups") and hasattr(value, "state")
 
 
@@ -237,14 +229,14 @@ def is_scaler(value: object) -> TypeGuard[torch.amp.GradScaler]:
 
 
 def is_swapped_in(ema: object) -> bool:
-    """Whether an EMA's weights are in the model now: diffusers' EMAModel and torch_ema keep the trained ones then."""
+    """Whether the model holds the EMA's weights now: meanwhile diffusers' EMAModel and torch_ema keep the model's."""
     return any(getattr(ema, name, None) is not None for name in ("temp_stored_params", "collected_params"))
 
 
 def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:
-    """Every tensor of a module, an EMA or a nested batch. Optimizers and GradScalers have rules of their own.
+    """Every tensor of a module, an EMA or a nested batch. Optimizers and GradScalers are checked separately.
 
-    Raises DeviceError for a part of another kind, which might have tensors that no check would see.
+    Raises DeviceError for any other kind of part, since it may hold tensors that no check would see.
     """
     if isinstance(value, torch.nn.Module):
         yield from _module_tensors(part, value)
@@ -258,28 +250,28 @@ def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:
                 yield PartTensor(part, name, "batch", leaf)
             elif not (name and isinstance(leaf, PLAIN)):
                 raise DeviceError(
-                    f"part {f'{part}.{name}' if name else part} is a {type(leaf).__name__}: a part is a module, an "
-                    "optimizer, a GradScaler, an EMA, a tensor, or a mapping, list, tuple or dataclass of tensors"
+                    f"part {f'{part}.{name}' if name else part} is of type {type(leaf).__name__}: a part must be a "
+                    "module, an optimizer, a GradScaler, an EMA, a tensor, or a mapping, list, tuple or dataclass of "
+                    "tensors"
                 )
 
 
 def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
-    """Tied tensors come once, under their first name."""
+    """Every tensor of a module and its submodules. Tied tensors are yielded once, under their first name."""
     hooks, moved = hooks_by_path(module), _inherited(module, movers(module))
     seen: set[int] = set()
     for path, owner in module.named_modules():
         prefix, hook = (f"{path}." if path else ""), hooks.get(path)
-        found: list[tuple[str, AuditKind, torch.Tensor]] = [
-            *((name, "parameter", value) for name, value in owner._parameters.items() if value is not None),
-            *((name, "buffer", value) for name, value in owner._buffers.items() if value is not None),
-        ]
+        found: list[tuple[AuditKind, dict[str, Any]]] = [("parameter", owner._parameters), ("buffer", owner._buffers)]
         if hook is None:
-            values = vars(owner).items()
-            found += [(name, "attribute", value) for name, value in values if isinstance(value, torch.Tensor)]
-        for name, kind, tensor in found:
-            if id(tensor) in seen or (kind == "attribute" and not tensor.ndim):
-                continue
-            seen.add(id(tensor))
-            yield PartTensor(part, prefix + name, kind, tensor, hook, moved.get(path))
-            if kind == "parameter" and tensor.grad is not None:
-                yield PartTensor(part, prefix + name, "gradient", tensor.grad, hook, moved.get(path))
+            found.append(("attribute", vars(owner)))
+        for kind, values in found:
+            for name, tensor in values.items():
+                if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
+                    continue
+                if kind == "attribute" and not tensor.ndim:
+                    continue
+                seen.add(id(tensor))
+                yield PartTensor(part, prefix + name, kind, tensor, hook, moved.get(path))
+                if kind == "parameter" and tensor.grad is not None:
+                    yield PartTensor(part, prefix + name, "gradient", tensor.grad, hook, moved.get(path))

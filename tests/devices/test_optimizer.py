@@ -102,6 +102,9 @@ def test_what_cannot_be_repaired_or_loaded_is_named_and_nothing_has_changed() ->
     optimizer = torch.optim.AdamW(torch.nn.Linear(3, 2, bias=False).parameters(), lr=0.7)
     with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, the optimizer has \[1\]"):
         load_optimizer_state(optimizer, trained().state_dict())
+    for nothing in (None, {"optimizer": trained().state_dict()}):  # as import_checkpoint may give
+        with pytest.raises(CheckpointError, match="has no `state` and `param_groups`"):
+            load_optimizer_state(optimizer, nothing)
     assert optimizer.param_groups[0]["lr"] == 0.7 and not optimizer.state
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from latentcache.devices.audit import audit
-from latentcache.devices.optimizer import FLAGS, repair_optimizer, state_rule, state_tensors
+from latentcache.devices.optimizer import FLAGS, repair_optimizer, state_tensors
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"amsgrad": True},
@@ -97,7 +97,7 @@ def test_state_loaded_before_the_move_fails_until_it_is_repaired(name: str, sett
     report = repair_optimizer(optimizer)
     assert report.moved and all(moved.endswith(f"-> {device}") for moved in report.moved)
     for each in state_tensors(optimizer):
-        assert state_rule(each).device in (None, each.value.device), each.name
+        assert each.rule.device in (None, each.value.device), each.name
     assert [{flag: group.get(flag) for flag in FLAGS} for group in optimizer.param_groups] == flags
     for each_model, each in ((fresh_model, fresh), (model, optimizer)):
         train(each_model, each, range(2, 3), device)
