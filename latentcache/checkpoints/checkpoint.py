@@ -1,13 +1,12 @@
-"""Checkpoints of a training run in one file: model, optimizer, GradScaler, scheduler, EMA, random state, epoch, step.
+"""Training checkpoints in one file: model, optimizer, GradScaler, scheduler, EMA, random state, epoch and step.
 
-What the caller built decides where and how things run: each part is loaded onto the device that it is on now, and the
+The caller's objects decide where and how things run: each part is loaded onto the device it is on now, and the
 optimizer keeps its flags (fused, foreach, capturable, maximize, differentiable). The file decides the values: weights,
-moments, lr, betas, weight decay, counters. A resumed run is bit-identical to one that was not interrupted.
+moments, lr, betas, weight decay, counters. A resumed run is bit-identical to an uninterrupted one.
 
-The file is one of `torch.save` with tensors and plain data alone, read by torch's restricted reader. It is written as a
-sibling, synced and renamed; the CRCs of its archive are compared before anything is loaded. Everything is compared
-before anything is loaded: a checkpoint that does not fit changes nothing.
-Checkpoints of other programs are imported without running what they contain.
+The file is written by `torch.save`, holds only tensors and plain data, and is read with `weights_only`. It is written
+as a sibling, synced and renamed. Before anything is loaded, the archive's CRCs are checked and every part is compared
+with the file. Checkpoints of other programs are imported without executing code from the file.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from latentcache.utils.durable_files import make_folder, sealed_file, sweep_temp
 
 CHECKPOINT_FORMAT = 3
 _MARK = "latentcache checkpoint"
-"""The first key of the file. It holds the format."""
+"""The first key in the file; its value is the format."""
 
 _USUAL_NAMES = {
     "model": ("model", "state_dict", "model_state_dict", "module", "unet", "net"),
@@ -54,7 +53,7 @@ _USUAL_NAMES = {
     "epoch": ("epoch",),
     "step": ("step", "global_step", "iteration"),
 }
-"""Names in use: plain torch, timm, DeepSpeed (module), Lightning (state_dict, optimizer_states, global_step)."""
+"""Names that plain torch, timm, DeepSpeed (module) and Lightning (state_dict, optimizer_states, global_step) use."""
 
 _NOT_ALLOWED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 _PROBLEM = re.compile(r"WeightsUnpickler error: (.*)")
@@ -62,14 +61,14 @@ _PROBLEM = re.compile(r"WeightsUnpickler error: (.*)")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What a checkpoint stores next to the parts that were loaded. Tensors in `extra` are on the CPU."""
+    """What a checkpoint stores besides the parts. Tensors in `extra` are on the CPU."""
 
     epoch: int
     step: int
     extra: Any
 
 
-def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, and most calls name two or three
+def save_checkpoint(  # noqa: PLR0913  # one keyword for each part of a run; most calls use two or three
     path: str | Path,
     *,
     model: Modules,
@@ -82,42 +81,39 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
     step: int = 0,
     extra: Any = None,
 ) -> Path:
-    """Write the run's state into one file.
+    """Write the state of a training run to one file.
 
     Args:
-        path: The file, e.g. `run/last.pt`. One that exists is replaced, without a moment in which there is none. Each
-            process writes a file of its own: random state is that process's.
+        path: The file, e.g. `run/last.pt`. An existing file is replaced atomically. With several processes each writes
+            its own file, because random state differs between them.
         model: One module, or several by name.
-        optimizer: Its parameters go by the names that `model` has for them.
+        optimizer: An optimizer over parameters of `model`. Parameters are saved under the names they have there.
         scaler: A GradScaler.
         scheduler: An object with `state_dict`.
-        ema: A module, or an EMA with `shadow_params`, as diffusers' EMAModel has them.
+        ema: A module, or an EMA with `shadow_params` such as diffusers' EMAModel.
         rng: Whether to save the state of the global random generators.
-        epoch: What `load_checkpoint` returns as the epoch.
-        step: What `load_checkpoint` returns as the step.
-        extra: Plain data and tensors of the caller's own.
+        epoch: Returned by `load_checkpoint`.
+        step: Returned by `load_checkpoint`.
+        extra: Plain data and tensors of your own, returned by `load_checkpoint`.
 
     Returns:
         The file's path.
 
     Raises:
-        CheckpointError: With every offender, for what cannot be written: sharded tensors, objects that are not plain
-            data, optimizer parameters that `model` does not have, an EMA that is swapped in; and for a disk that is
-            full. The file is then as it was.
+        CheckpointError: Something cannot be written, and each offender is listed: sharded tensors, objects that are
+            not plain data, optimizer parameters that are not in `model`, an EMA whose weights are swapped into the
+            model. Or the disk is full. An earlier file is left unchanged.
     """
     path = Path(path)
     try:
         counters = {"epoch": operator.index(epoch), "step": operator.index(step)}
     except TypeError as error:
-        raise CheckpointError(path, f"epoch is {epoch!r} and step {step!r}: each is a whole number") from error
+        raise CheckpointError(path, f"epoch is {epoch!r} and step {step!r}: both must be whole numbers") from error
     parts: dict[str, Any] = {"model": module_state(model), "extra": extra}
     orphans: list[str] = []
     if optimizer is not None:
         parts["optimizer"], orphans = optimizer_state(optimizer, model)
     if ema is not None:
-        if is_swapped_in(ema):
-            detail = "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
-            raise CheckpointError(path, detail)
         parts["ema"] = _ema_state(ema)
     if scaler is not None:
         parts["scaler"] = scaler.state_dict()
@@ -125,9 +121,6 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
         parts["scheduler"] = scheduler.state_dict()
     if rng:
         parts["rng"] = rng_state()
-    if orphans:
-        detail = "the optimizer has parameters that no module of `model` has; name all trained modules: "
-        raise CheckpointError(path, detail + "model={'unet': unet, ...}", offenders=tuple(orphans))
     plain = PlainData()
     content = {
         _MARK: CHECKPOINT_FORMAT,
@@ -137,7 +130,7 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
         "classes": _classes(optimizer=optimizer, scaler=scaler, scheduler=scheduler, ema=ema),
         "parts": {part: plain.of(value, part) for part, value in parts.items()},
     }
-    offenders = (*partitions(model), *plain.offenders)
+    offenders = (*orphans, *partitions(model), *plain.offenders)
     if offenders:
         raise CheckpointError(path, "these cannot be written:", offenders=offenders)
     _write(path, content)
@@ -147,7 +140,7 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     tensors = (leaf for leaf in tree_leaves(content) if isinstance(leaf, torch.Tensor))
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.layout == torch.strided)
-    # Without CRCs, which a program can switch off for all of torch.save, damage would not be seen.
+    # A program may have switched CRCs off for torch.save; without them damage would go unnoticed.
     had_crc = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -156,9 +149,9 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         with sealed_file(path, num_bytes) as fd, os.fdopen(os.dup(fd), "wb") as file:
             torch.save(content, file)
     except (OSError, StoreError, RuntimeError) as error:
-        # torch's writer fails with a RuntimeError of its own after the system's error, which says what the matter is.
+        # torch's writer raises a generic RuntimeError while it handles the system's error, which names the cause.
         cause = error.__context__ if type(error) is RuntimeError and error.__context__ is not None else error
-        raise CheckpointError(path, f"{num_bytes:,} bytes cannot be written: {cause}. It is as it was.") from error
+        raise CheckpointError(path, f"{num_bytes:,} bytes cannot be written: {cause}. It is unchanged.") from error
     finally:
         torch.serialization.set_crc32_options(had_crc)
 
@@ -173,10 +166,10 @@ def load_checkpoint(
     ema: Any = None,
     rng: bool = True,
 ) -> CheckpointState:
-    """Load what `save_checkpoint` wrote into the parts given, each on the device that it is on now.
+    """Load what `save_checkpoint` wrote into the given parts, each on the device it is on now.
 
-    Parts of the file that are not requested are not loaded. Random streams of accelerators that are not here are not
-    loaded, with a logged warning.
+    Parts of the file that are not requested are ignored. Random streams of accelerators that this machine lacks are
+    skipped, with a logged warning.
 
     Args:
         path: The file.
@@ -185,14 +178,14 @@ def load_checkpoint(
         scaler: A GradScaler.
         scheduler: An object with `state_dict` and `load_state_dict`.
         ema: A module, or an EMA with `shadow_params`, as when it was saved.
-        rng: Whether to set the global random generators.
+        rng: Whether to restore the global random generators.
 
     Returns:
-        Epoch, step and `extra`, its tensors on the CPU.
+        Epoch, step and `extra`, with tensors on the CPU.
 
     Raises:
-        CheckpointError: The file is damaged, lacks a requested part, or names, shapes, dtypes, tied weights, parameter
-            groups or classes differ; each is named. Nothing has changed then.
+        CheckpointError: The file is damaged, lacks a requested part, or does not fit: names, shapes, dtypes, tied
+            weights, parameter groups or classes differ, and each difference is listed. Nothing has changed then.
     """
     path = Path(path)
     content = read_checkpoint(path)
@@ -201,19 +194,19 @@ def load_checkpoint(
     requested = ["model", "extra", *(part for part, value in given.items() if value is not None), *(["rng"] * rng)]
     missing = [part for part in requested if part not in saved]
     if missing:
-        have = ", ".join(sorted(saved))
-        detail = f"has no {', '.join(missing)}, it has {have}; leave out what it lacks ({missing[0]}=...)"
+        without = ", ".join("rng=False" if part == "rng" else f"{part}=None" for part in missing)
+        detail = f"has no {', '.join(missing)}, only {', '.join(sorted(saved))}: load it with {without}"
         raise CheckpointError(path, detail)
     offenders = _mismatches(content["classes"], saved, model, given)
     if offenders:
-        detail = "does not fit what it is loaded into; build it as it was when saved:"
+        detail = "does not fit what it is loaded into; build everything as it was when saved:"
         raise CheckpointError(path, detail, offenders=tuple(offenders))
     load_module_state(model, saved["model"])
     if ema is not None:
         _load_ema(ema, saved["ema"])
     if optimizer is not None:
         load_optimizer_state(optimizer, saved["optimizer"]["state_dict"])
-    # After the optimizer: a scheduler's constructor has changed its lr.
+    # After the optimizer: the scheduler's constructor changed its lr.
     if scheduler is not None:
         scheduler.load_state_dict(_copied(saved["scheduler"]))
     if scaler is not None:
@@ -233,36 +226,33 @@ def is_training_checkpoint(path: str | Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of a file of `save_checkpoint`: `parts`, `classes`, `epoch`, `step`. Raises CheckpointError.
+    """The content of a `save_checkpoint` file: `parts`, `classes`, `epoch`, `step`. Raises CheckpointError.
 
-    Its tensors are views of the file: they cost no memory until they are copied.
+    Its tensors are views of the file: they use no memory until they are copied.
     """
     try:
         if not path.is_file():
-            detail = (
-                "is a folder, as an earlier version wrote; begin anew" if path.is_dir() else "there is no such file"
-            )
-            raise CheckpointError(path, detail)
+            raise CheckpointError(path, "is a folder, not a file" if path.is_dir() else "there is no such file")
         if not is_training_checkpoint(path):
-            raise CheckpointError(path, "was not written by save_checkpoint; import_checkpoint reads other programs'")
+            raise CheckpointError(path, "was not written by save_checkpoint; use import_checkpoint to read it")
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}; use an earlier checkpoint") from error
-    # zipfile raises errors of many classes for bad bytes. With each of them the file cannot be used.
+    # zipfile raises errors of many classes for bad bytes; all of them mean that the file is unusable.
     except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
         raise CheckpointError(path, f"is damaged: {error}; use an earlier checkpoint") from error
     if damaged is not None:
-        raise CheckpointError(path, f"is damaged: {damaged} has another CRC; use an earlier checkpoint")
+        raise CheckpointError(path, f"is damaged: the CRC of {damaged} does not match; use an earlier checkpoint")
     content = _read(path, mmap=True)
     if isinstance(content, dict) and content.get(_MARK) == CHECKPOINT_FORMAT:
         return content
     found = content.get(_MARK) if isinstance(content, dict) else None
-    raise CheckpointError(path, f"has format {found!r}, this latentcache reads {CHECKPOINT_FORMAT}")
+    raise CheckpointError(path, f"has format {found!r}; this version reads format {CHECKPOINT_FORMAT}")
 
 
 def _copied(tree: Any) -> Any:
-    """The tree with tensors in memory of their own: views of the file would keep it open."""
+    """The tree with its tensors copied: views would keep the file open."""
     return tree_map_only(torch.Tensor, torch.clone, tree)
 
 
@@ -272,7 +262,7 @@ def _mismatches(
     found = module_differences(saved["model"], model, "model")
     for part, name in _classes(**given).items():
         if classes.get(part) != name:
-            found.append(f"{part}: saved from {classes.get(part)}, here is {name}")
+            found.append(f"{part}: {classes.get(part)} in the file, {name} here")
     if found:
         return found
     if given["optimizer"] is not None:
@@ -280,12 +270,12 @@ def _mismatches(
     if given["ema"] is not None:
         found += differences(saved["ema"], _ema_state(given["ema"]), "ema")
     if given["scaler"] is not None and bool(saved["scaler"]) != bool(given["scaler"].state_dict()):
-        found.append(f"scaler: enabled={bool(saved['scaler'])} in the file; build it so, or leave scaler=None")
+        found.append(f"scaler: enabled={bool(saved['scaler'])} in the file; build it so, or load with scaler=None")
     return found
 
 
 def _classes(**parts: Any) -> dict[str, str]:
-    """The class of each part that is given; an optimizer's without its wrappers."""
+    """The class of each given part; of an optimizer without its wrappers."""
     if parts.get("optimizer") is not None:
         parts["optimizer"] = inner_optimizer(parts["optimizer"])
     kinds = {part: type(value) for part, value in parts.items() if value is not None}
@@ -298,6 +288,8 @@ def _ema_state(ema: Any) -> dict[str, Any]:
     if not hasattr(ema, "shadow_params"):
         detail = f"is a {type(ema).__name__}: give a module, or an EMA with shadow_params such as diffusers' EMAModel"
         raise CheckpointError("ema", detail)
+    if is_swapped_in(ema):
+        raise CheckpointError("ema", "the EMA weights are in the model now: call ema.restore(...) first")
     state: dict[str, Any] = ema.state_dict()
     return state
 
@@ -307,7 +299,7 @@ def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
         load_module_state(ema, saved)
         return
     devices = [average.device for average in ema.shadow_params]
-    # Such classes copy what they are given. The copies are moved one by one, so that the device never has a second set.
+    # load_state_dict copies what it is given. The copies are moved one by one, so that the device never holds two sets.
     ema.load_state_dict(saved)
     for number, device in enumerate(devices):
         ema.shadow_params[number] = ema.shadow_params[number].to(device)
@@ -318,15 +310,15 @@ def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ImportedCheckpoint:
-    """The content of a foreign checkpoint, all tensors on the CPU. Parts that it does not have are None."""
+    """The content of another program's checkpoint, with tensors on the CPU. Parts that were not found are None."""
 
     path: Path
     content: Any
-    """The whole file, for what has another name in it."""
+    """The whole file, for parts under other names."""
 
     model: Mapping[str, Any] | None
     optimizer: Mapping[str, Any] | None
-    """Give it to `load_optimizer_state`, which keeps the flags of the optimizer that is there."""
+    """For `load_optimizer_state`, which keeps the flags of the optimizer it loads into."""
 
     ema: Mapping[str, Any] | None
     epoch: int | None
@@ -336,19 +328,18 @@ class ImportedCheckpoint:
 def import_checkpoint(path: str | Path) -> ImportedCheckpoint:
     """Read a `.ckpt`, `.pt`, `.pth` or `.bin` file that another program wrote with `torch.save`, onto the CPU.
 
-    Such a file is a pickle, and unpickling runs the code that the file names. torch's restricted reader makes tensors
-    and plain data, and refuses the rest. No other reader is used.
+    Such a file is a pickle, which can run any code when it is read. It is read with `weights_only`, which accepts
+    tensors and plain data and refuses everything else.
 
     Args:
         path: The file.
 
     Returns:
-        The parts that were found by the names in use (`state_dict`, `optimizer_states`, ...), and as `content` the
-        whole file, for others. A file that is a flat dict of tensors is a model. Give `optimizer` to
-        `load_optimizer_state`.
+        The parts found under common names (`state_dict`, `optimizer_states`, ...), and the whole file as `content` for
+        anything else. A flat dict of tensors is taken as a model. Pass `optimizer` to `load_optimizer_state`.
 
     Raises:
-        CheckpointError: The file needs code, or is damaged.
+        CheckpointError: The file would need code to be run, or is damaged.
     """
     path = Path(path)
     content = _read(path)
@@ -361,30 +352,30 @@ def import_checkpoint(path: str | Path) -> ImportedCheckpoint:
 
 def _read(path: Path, *, mmap: bool = False) -> Any:
     if path.suffix == ".safetensors":
-        raise CheckpointError(path, "is no torch.save file; read it with safetensors.torch.load_file")
+        raise CheckpointError(path, "is not a torch.save file; read it with safetensors.torch.load_file")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}") from error
-    # torch's reader raises errors of many classes for bad bytes. With each of them the file cannot be used.
+    # torch's reader raises errors of many classes for bad bytes; all of them mean that the file is unusable.
     except Exception as error:
         needed = _code_needed(path) or _NOT_ALLOWED.findall(str(error))
         if not needed:
-            # The rest of torch's text advises reading the file without restrictions.
+            # The rest of torch's message advises loading without weights_only.
             problem = _PROBLEM.search(str(error))
             detail = problem[1] if problem else f"{type(error).__name__}: {error}".partition("\n")[0]
             raise CheckpointError(path, f"is damaged, or not written by torch.save: {detail}") from error
         raise CheckpointError(
             path,
-            "needs code to be run while it is read, so it is refused: a file can make that code do anything. "
-            "If you trust its author, load it once with the program that wrote it and save the state_dicts alone "
-            "(tensors and plain data), or allow these names around this call with torch.serialization.safe_globals:",
+            "needs code to be run to read it, so it is refused: such code can do anything. If you trust the author, "
+            "load it with the program that wrote it and save only the state_dicts (tensors and plain data), or allow "
+            "these names around this call with torch.serialization.safe_globals:",
             offenders=tuple(needed),
         ) from error
 
 
 def _code_needed(path: Path) -> list[str]:
-    """The names that the pickle uses beyond tensors and plain data; none if it cannot be parsed."""
+    """The globals that the pickle needs besides tensors and plain data; empty if it cannot be parsed."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # the file is damaged, or of the format before torch 1.6
@@ -396,7 +387,7 @@ def _usual(content: Any, part: str) -> Any:
         return None
     for name in _USUAL_NAMES[part]:
         value = content.get(name)
-        # Lightning keeps lists, one item for each optimizer. Of several, none can be chosen.
+        # Lightning stores lists, one item per optimizer; several are ambiguous.
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if isinstance(value, int if part in ("epoch", "step") else Mapping):

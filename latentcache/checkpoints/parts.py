@@ -1,13 +1,13 @@
-"""The parts of a training run as names and values: modules, and an optimizer whose parameters go by the modules' names.
+"""The parts of a training run as plain data: modules by their tensors' names, optimizers by their parameters' names.
 
-They are saved as plain data, and compared with what is here.
-Names do not depend on wrappers: DistributedDataParallel and torch.compile add prefixes, which are taken off.
+They are saved in this form, and compared with the live objects before a load. Names do not depend on wrappers: the
+prefixes that DistributedDataParallel and torch.compile add are removed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -20,7 +20,7 @@ from latentcache.errors import CheckpointError
 from latentcache.utils.nested import named_tensors
 
 Modules: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
-"""What is trained: one module, or several by name, which then is the first part of their tensors' names."""
+"""What is trained: one module, or several by name; a module's name is then the prefix of its tensors' names."""
 
 _COMPILED = "_orig_mod."
 
@@ -35,7 +35,7 @@ def unwrapped_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def module_state(modules: Modules) -> dict[str, Any]:
-    """The state_dict of all modules, under names that do not depend on wrappers."""
+    """The state_dict of all modules, with names that do not depend on wrappers."""
     return {
         prefix + key.replace(_COMPILED, ""): value
         for prefix, module in _by_prefix(modules)
@@ -44,16 +44,16 @@ def module_state(modules: Modules) -> dict[str, Any]:
 
 
 def load_module_state(modules: Modules, state: Mapping[str, Any]) -> None:
-    """Copy the values into the modules' own tensors, wherever these are. The names were compared before."""
+    """Copy the values into the modules' own tensors, on any device. The names must have been compared before."""
     for prefix, module in _by_prefix(modules):
         live = module.state_dict()
-        # In place, so that it keeps the versions of the submodules: without one a module converts what it loads.
+        # Updated in place to keep the submodules' versions: without one a module would convert its values as outdated.
         live.update({key: state[prefix + key.replace(_COMPILED, "")] for key in live})
         module.load_state_dict(live)
 
 
 def partitions(modules: Modules) -> list[str]:
-    """The parameters that DeepSpeed ZeRO-3 manages: between forwards a process has a part of each, or nothing."""
+    """The parameters under DeepSpeed ZeRO-3: between forwards a process holds only a part of each, or nothing."""
     return [
         f"{prefix}{name}: a partition of DeepSpeed ZeRO-3; save through the engine (engine.save_checkpoint)"
         for prefix, module in _by_prefix(modules)
@@ -63,47 +63,45 @@ def partitions(modules: Modules) -> list[str]:
 
 
 def module_differences(saved: Mapping[str, Any], modules: Modules, part: str) -> list[str]:
-    """Each tensor whose name, shape or dtype differs, and tied ones that have several values in a saved state."""
+    """Each tensor whose name, shape or dtype differs, and tensors that are tied here but have two values in `saved`."""
     live = module_state(modules)
     # Extra state, which is set by its name, may hold no tensor.
-    there, here = ({f"{part}.{name}": "there" for name in each} | _specs(each, part) for each in (saved, live))
+    there, here = ({f"{part}.{name}": "present" for name in each} | _specs(each, part) for each in (saved, live))
     found = _unequal(there, here)
     first: dict[tuple[Any, ...], str] = {}
     for name, value in live.items():
         other = first.setdefault(_place(value), name) if _has_place(value) else name
-        if other != name and {name, other} <= saved.keys() and not _is_one(saved[name], saved[other]):
-            found.append(f"{part}: {other}, {name} are one tensor here, and have two values in the file")
+        if other != name and {name, other} <= saved.keys():
+            one, two = saved[other], saved[name]
+            if _place(one) != _place(two) and not torch.equal(one, two):
+                found.append(f"{part}: {other}, {name} are one tensor here, and have two values in the file")
     return found
 
 
-def _is_one(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return _place(first) == _place(second) or torch.equal(first, second)
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple[dict[str, Any], list[str]]:
-    """The optimizer's state with the modules' names for its parameters, and the parameters that no module has."""
+    """The optimizer's state with the modules' names for its parameters, and the parameters that are in no module."""
     names, orphans = _parameter_names(optimizer, modules)
     return {"names": names, "state_dict": inner_optimizer(optimizer).state_dict()}, orphans
 
 
 def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, modules: Modules) -> list[str]:
-    """Each parameter that is at another place of another group, or only in one of the file and the optimizer."""
-    names, orphans = _parameter_names(optimizer, modules)
-    found = [f"optimizer: {orphan} belongs to no module of `model`" for orphan in orphans]
+    """Each parameter whose group or place in it differs, or that only the file or only the optimizer has."""
+    names, found = _parameter_names(optimizer, modules)
     if len(saved["names"]) != len(names):
         found.append(f"optimizer: {len(saved['names'])} groups in the file, {len(names)} here")
-    return found + _unequal(_places(saved["names"]), _places(names))
-
-
-def _places(names: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Where each parameter is in an optimizer, by its name."""
-    found: dict[str, str] = {}
-    for number, group in enumerate(names):
-        found |= {f"optimizer.{name}": f"group {number}, place {place}" for place, name in enumerate(group)}
-    return found
+    there, here = (
+        {
+            f"optimizer.{name}": f"group {number}, place {place}"
+            for number, group in enumerate(groups)
+            for place, name in enumerate(group)
+        }
+        for groups in (saved["names"], names)
+    )
+    return found + _unequal(there, here)
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple[list[list[str]], list[str]]:
+    """The modules' names for each group's parameters, and a line about each parameter that is in no module."""
     known = {
         param: prefix + name.replace(_COMPILED, "")
         for prefix, module in _by_prefix(modules)
@@ -114,11 +112,11 @@ def _parameter_names(optimizer: torch.optim.Optimizer, modules: Modules) -> tupl
     for number, group in enumerate(inner_optimizer(optimizer).param_groups):
         names.append([])
         for index, param in enumerate(group["params"]):
-            name = known.get(param)
-            if name is None:
-                name = f"group {number} parameter {index}"
-                orphans.append(f"{name} ({'x'.join(map(str, param.shape)) or 'scalar'})")
+            name = known.get(param, f"group {number} parameter {index}")
             names[-1].append(name)
+            if param not in known:
+                remedy = "name all trained modules, model={'unet': unet, ...}"
+                orphans.append(f"optimizer: {name} ({_shape(param)}) is in no module of `model`: {remedy}")
     return names, orphans
 
 
@@ -129,9 +127,8 @@ def _by_prefix(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
         for name, module in modules.items():
             inner = [other for other in modules if other.startswith(f"{name}.")]
             if inner:
-                raise CheckpointError(
-                    "model", f"{inner[0]} would have names of tensors of {name}: name it without a dot"
-                )
+                detail = f"the name {inner[0]} clashes with tensor names inside {name}: use a name without a dot"
+                raise CheckpointError("model", detail)
             yield f"{name}.", unwrapped_module(module)
 
 
@@ -151,15 +148,15 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass(slots=True)
 class PlainData:
-    """Makes a part's state into what torch's restricted reader reads, on the CPU, and names what cannot be written."""
+    """Converts a part's state to what `weights_only` can read, on the CPU, and collects what cannot be written."""
 
     offenders: list[str] = field(default_factory=list)
     _copies: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
     def of(self, value: Any, name: str) -> Any:
-        """A copy of `value`, whose dotted path in the checkpoint is `name`. What cannot be written is an offender."""
+        """A copy of `value`, whose dotted path in the checkpoint is `name`, for error messages."""
         kind = type(value)
-        if kind in _ATOMS and value != b"":  # which is pickled as a call of its class, that torch refuses
+        if kind in _ATOMS and value != b"":  # b"" is pickled as a call, which torch refuses
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
@@ -171,7 +168,7 @@ class PlainData:
             pairs = {self.of(key, f"{name} key"): self.of(item, f"{name}.{key}") for key, item in value.items()}
             return Counter(pairs) if kind is Counter else pairs
         self.offenders.append(
-            f"{name}: a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data"
+            f"{name}: a {kind.__module__}.{kind.__qualname__}, which is neither a tensor nor plain data"
         )
         return None
 
@@ -183,7 +180,7 @@ class PlainData:
             kind = type(tensor).__name__
             problem = f"a {kind}, whose values are not a plain tensor; leave that part out of the checkpoint"
         elif tensor.device.type == "meta":
-            problem = "on meta and holds no values; remove the offload hooks, or load the part first"
+            problem = "on meta without values; remove the offload hooks, or load the part first"
         if problem is not None:
             self.offenders.append(f"{name}: {problem}")
             return tensor
@@ -191,23 +188,25 @@ class PlainData:
             return tensor.detach().cpu().clone()
         place = (*_place(tensor), tensor.dtype)
         if place not in self._copies:
-            # Tied weights stay one tensor. torch writes a view's whole storage, so a view is copied.
+            # Tied weights stay one tensor. A view is copied, since torch would write its whole storage.
             cpu = tensor.detach().cpu()
             self._copies[place] = cpu.clone() if cpu.untyped_storage().nbytes() != cpu.nbytes else cpu
         return self._copies[place]
 
 
 def differences(saved: Any, live: Any, part: str) -> list[str]:
-    """Where tensors in nested dicts and lists differ in dtype or shape, or are on one side only, by dotted path."""
+    """The dotted paths of tensors that differ in dtype or shape, or that only one side has, in nested data."""
     return _unequal(_specs(saved, part), _specs(live, part))
 
 
 def _specs(tree: Any, part: str) -> dict[str, str]:
     """Dtype and shape of each tensor."""
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
-        for name, tensor in named_tensors(tree, part)
-    }
+    tensors = named_tensors(tree, part)
+    return {name: f"{str(tensor.dtype).removeprefix('torch.')} {_shape(tensor)}" for name, tensor in tensors}
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
 
 
 def _unequal(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
