@@ -1,4 +1,4 @@
-"""Batches on their way to the requesting device: drawn, scaled and converted."""
+"""Moves batches to the requesting device; there latents are drawn, scaled and converted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from latentcache.types import Batch
 IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
 TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
 FLOAT32_FIELDS: Final[tuple[str, ...]] = ("add_time_ids", "loss_weight")
-"""What stays float32 on every device: bfloat16 cannot hold every integer above 256."""
+"""Fields that stay float32 on every device: bfloat16 cannot represent every integer above 256."""
 CONTROL: Final = "control_latents_"
-"""What the names of control images begin with in a batch; their number follows."""
+"""Prefix of the batch fields of control images; the image's number follows."""
 MASKED: Final = "masked_latents"
-"""The latents of the image without what the mask covers."""
+"""Batch field with the latents of the image whose masked area was erased."""
 _OUTPUTS = ("latents", "moments")
 
 
@@ -33,16 +33,17 @@ def to_device(
     scaling: Scaling | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """A gathered batch on the requesting device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
+    """Move a gathered batch to the requesting device; see `LatentCache.batch`. Without `scaling` latents stay unscaled.
 
-    The result is the same dictionary where there is nothing to do.
+    Returns the same dictionary if there is nothing to do.
     """
     if output not in _OUTPUTS:
         raise StoreError(f"output is {output!r}; it must be one of {', '.join(_OUTPUTS)}")
-    if is_cpu(device) and dtype is None and scaling is None and generator is None:
+    is_plain_cpu = isinstance(device, str | torch.device) and str(device) == "cpu"
+    if is_plain_cpu and dtype is None and scaling is None and generator is None:
         stored = batch.get(output)
         if stored is not None and stored.is_cpu:
-            return batch  # as it is: a small batch is copied in the time that the rest would take
+            return batch  # the code below would take as long as copying a small batch
     target, dtype = device_of(device), dtype or dtype_of(device)
     image = _moments(batch, scaling) if output == "moments" else _latents(batch, target, generator)
     if scaling is not None:
@@ -51,8 +52,9 @@ def to_device(
     placed: Batch = {output: image.to(target, dtype or stored_dtype)}
     rest = {name: value for name, value in batch.items() if name not in IMAGE_FIELDS}
     if scaling is not None:
-        for name, control in [each for each in rest.items() if each[0].startswith((CONTROL, MASKED, CONDITION))]:
-            rest[name] = scaling.apply(control.to(target).float()).to(dtype or control.dtype)
+        for name, value in rest.items():
+            if name.startswith((CONTROL, MASKED, CONDITION)):
+                rest[name] = scaling.apply(value.to(target).float()).to(dtype or value.dtype)
     tensors = {name: value for name, value in rest.items() if isinstance(value, torch.Tensor)}
     return placed | rest | moved(tensors, target, dtype)
 
@@ -60,9 +62,9 @@ def to_device(
 def moved(
     tensors: Mapping[str, torch.Tensor], device: DeviceLike, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors on the requesting device. Those of floating point are in `dtype`, by default the device's own.
+    """Move tensors to the requesting device. Floating-point tensors get `dtype`, by default the requester's own.
 
-    Masks and integers keep their dtype, and so do time ids and the weights of the loss (FLOAT32_FIELDS).
+    Masks and integers keep their dtype, and so do time ids and loss weights (FLOAT32_FIELDS).
     """
     target, dtype = device_of(device), dtype or dtype_of(device)
     return {
@@ -86,23 +88,18 @@ def _latents(batch: Batch, target: torch.device, generator: torch.Generator | No
     if "latents" not in batch:
         raise StoreError("the batch holds neither moments nor latents")
     if generator is not None:
-        raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
+        raise StoreError("this cache holds latents, which are already drawn: leave out the generator")
     latents: torch.Tensor = batch["latents"]
     return latents.to(target)
 
 
-def is_cpu(device: DeviceLike) -> bool:
-    """Whether it is the CPU by name, which requests no dtype."""
-    return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
-
-
 def unpadded(batch: Batch, name: str) -> list[torch.Tensor]:
-    """A text field of a batch as one tensor [L, D] a sample, without padding.
+    """Split a text field of a batch into one tensor [L, D] per sample, without padding.
 
     Args:
         batch: A batch of a `LatentLoader` or of `CachedBatches`.
-        name: The field, `prompt_embeds` for instance [B, L, D]. Its mask `<name>_mask`, bool [B, L], says which rows
-            are the caption's own; without one all are.
+        name: The field [B, L, D], for instance `prompt_embeds`. Its mask `<name>_mask`, bool [B, L], marks the rows of
+            the caption; without a mask all rows are the caption's.
 
     Returns:
         B tensors.

@@ -1,4 +1,4 @@
-"""Cached batches, entries and prompts, returned on the requesting model's device."""
+"""Reads cached batches, entries and prompts onto the requesting model's device."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from latentcache.utils.locks import ReadersLock
 
 
 class LatentCache(Closing):
-    """A cache, for reading: `LatentCache("cache/photos").batch(sample_ids, device=unet)`.
+    """A cache opened for reading: `LatentCache("cache/photos").batch(sample_ids, device=unet)`.
 
-    Give a path, the URL of a bucket or a service, the section `cache` of a config, or a store and manifests (the CPU
-    tier). For a URL `options` are those of `config.RemoteOptions`, as `token` and `local`. `manifest` restricts
-    sample ids to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes
-    nothing to the cache, not even marks of damage; by default it is so where the directory cannot be written. What a
-    cache elsewhere keeps on this disk it keeps all the same.
-    `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
-    of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model.
+    `path` is a path, the URL of a bucket or a service, or the `cache` section of a config; instead of it, give a
+    `store` and its `manifests` (the CPU tier). For a URL, `options` are those of `config.RemoteOptions`, such as
+    `token` and `local`. `manifest` restricts sample ids to one dataset; without it an id that occurs in several
+    datasets is an error. With `read_only` nothing is written to the cache, not even marks of damage; this is the
+    default if its directory is not writable. The local copy of a remote cache is written in any case. Samples that were
+    imported and not verified are a SampleError unless `unverified` is set. Sizes in a batch are integers; its tensors
+    are on the requesting device. The cache never moves the requesting model.
     """
 
     def __init__(
@@ -78,39 +78,39 @@ class LatentCache(Closing):
         assert store is not None and manifests is not None
         self.store: Store = store
         self.manifests, self.only, self.unverified, self.path = manifests, manifest, unverified, location
-        # By manifest. All views share the list, whose dict `refresh` replaces: what a thread reads then is not found.
+        # By manifest name. Views share the list; `refresh` replaces its dict, so ongoing reads fill only the old one.
         self._known = [dict[str, ManifestSamples]()]
         if manifest is not None:
             self.manifest(manifest)
 
     def close(self) -> None:
         """Close the store. Batches that were returned stay valid."""
-        self.refresh()  # what is known maps the files of manifests and packs
+        self.refresh()  # the known manifests keep files mapped
         self.store.close()
         if self._reading is not None:
             self._reading.close()
 
     def refresh(self) -> None:
-        """Forget the manifests that were read, so that the next request sees those that were written since.
+        """Forget the manifests read so far, so that the next request sees what was written since.
 
-        Entries need no refresh: the store looks up keys that it does not know, and sees at once what it itself removed
-        or found damaged.
+        Entries need no refresh: the store looks up unknown keys on each request, and keeps track of what it removed or
+        found damaged.
         """
         self._known[0] = {}
 
     def restricted(self, manifest: str) -> LatentCache:
-        """Restrict the cache to the samples of this manifest. The result shares the store; do not close it."""
+        """A view of the cache with the samples of this manifest only. It shares the store; do not close it."""
         self.manifest(manifest)
         view = copy(self)
         view.only = manifest
         return view
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of this name. StoreError naming those that there are."""
+        """The manifest of this name. StoreError, listing the manifests there are, if there is none."""
         return self.samples(name).manifest
 
     def samples(self, name: str) -> ManifestSamples:
-        """The samples of the manifest of this name. StoreError naming those that there are."""
+        """The samples of the manifest of this name. StoreError, listing the manifests, if it does not exist."""
         known = self._known[0]
         samples = known.get(name)
         if samples is None:
@@ -122,7 +122,7 @@ class LatentCache(Closing):
         return samples
 
     def dataset_names(self) -> list[str]:
-        """Names of the manifests that hold samples, not prompts."""
+        """Names of the manifests that hold samples, as opposed to prompts."""
         if self.only is not None:
             return [self.only]
         return [name for name in self.manifests.names() if not name.startswith(PROMPTS_PREFIX)]
@@ -132,18 +132,18 @@ class LatentCache(Closing):
         return [self.manifest(name) for name in self.dataset_names()]
 
     def sample_ids(self) -> list[str]:
-        """All samples that may be requested: those that were not refused, in the order of the manifests."""
+        """All samples that can be requested, in the order of the manifests; refused samples are left out."""
         tables = [manifest.rows for manifest in self.datasets()]
         return [table.sample_ids[number] for table in tables for number in table.usable().tolist()]
 
     def row(self, sample_id: str) -> tuple[Manifest, Row]:
-        """The sample's manifest and row. SampleError when it is unknown, ambiguous, refused, or may not be read."""
+        """The sample's manifest and row. SampleError if it is unknown, ambiguous, refused, or unverified."""
         [(samples, _, numbers)] = self._find([sample_id])
         samples.check(numbers)
         return samples.manifest, samples.rows.row(int(numbers[0]))
 
     def refs(self, sample_ids: Sequence[str], *, caption: int = 0, flip: bool = False) -> list[SampleRef]:
-        """These samples, not read yet. SampleError: see `batch`."""
+        """References to these samples, without reading entries. SampleError: see `batch`."""
         found: dict[int, SampleRef] = {}
         for samples, places, numbers in self._find(sample_ids):
             chosen = np.full(len(numbers), flip), np.full(len(numbers), caption * samples.manifest.variants)
@@ -151,9 +151,9 @@ class LatentCache(Closing):
         return [found[place] for place in range(len(sample_ids))]
 
     def _find(self, sample_ids: Sequence[str]) -> list[tuple[ManifestSamples, np.ndarray, np.ndarray]]:
-        """The manifests that have some of these samples: which places of the list, and the numbers of their rows.
+        """The manifests that have these samples, each with positions in the list and the numbers of their rows.
 
-        SampleError for a sample that is in none or in several.
+        SampleError for a sample that is in no manifest or in several.
         """
         found, num_found, names = [], np.zeros(len(sample_ids), np.int64), self.dataset_names()
         for samples in map(self.samples, names):
@@ -176,7 +176,7 @@ class LatentCache(Closing):
         return scaling
 
     def text_shapes(self) -> dict[str, tuple[int, ...]] | None:
-        """The shape of each field of the first caption that is cached; None where there is none."""
+        """The shape of each field of the first cached caption; None if no caption is cached."""
         columns = [manifest.rows.columns["caption/keys"] for manifest in self.datasets() if manifest.has_texts]
         key = next((keys[0].tobytes().hex() for keys in columns if len(keys)), None)
         if key is None or not self.store.find([key]):
@@ -184,10 +184,10 @@ class LatentCache(Closing):
         return {name: shape for name, (_, shape) in self.store.describe(key).items()}
 
     def get(self, key: str, *, device: DeviceLike = "cpu", dtype: torch.dtype | None = None) -> Entry:
-        """One entry, compared with its digest, with its tensors on `device`.
+        """One entry, checked against its digest, with its tensors on `device`.
 
-        Raises EntryMissingError, EntryDamagedError, or SampleError for an imported entry that is unverified, unless
-        this cache was opened with `unverified`.
+        Raises EntryMissingError or EntryDamagedError; SampleError for an unverified entry, unless this cache was opened
+        with `unverified`.
         """
         entry = self.store.get(key)
         if not self.unverified and entry.record.identity.get("trust") == "unverified":
@@ -198,12 +198,12 @@ class LatentCache(Closing):
     def prompt(
         self, text: str, *, device: DeviceLike, dtype: torch.dtype | None = None, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds` [1, T, D] and what else the family has of a text, of a cached validation prompt: see `batch`.
+        """The embeddings of a validation prompt: `prompt_embeds` [1, T, D] and the family's other text fields.
 
-        They come from the text encoders of this cache's datasets; if these differ, say which with
-        `LatentCache(path, manifest=NAME)`. The empty prompt is always there. A service that encodes makes a prompt that
-        is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders, and
-        for datasets of latents alone (`encode.text: none`).
+        They come from the text encoders of this cache's datasets; if these differ, choose with
+        `LatentCache(path, manifest=NAME)`. The empty prompt is always cached. A service that encodes also accepts
+        prompts that are not cached; otherwise they are a SampleError. StoreError if the service has other encoders, or
+        for datasets without texts (`encode.text: none`). Fields are as in `batch`.
         """
         try:
             batch = self.gather([self.cached_prompt(text, negative=negative)])
@@ -212,16 +212,16 @@ class LatentCache(Closing):
         return moved({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}, device, dtype)
 
     def cached_prompt(self, text: str, *, negative: bool = False) -> SampleRef:
-        """A validation prompt, not read yet. SampleError where it is not cached; StoreError: see `prompt`."""
+        """A reference to a validation prompt. SampleError if it is not cached; StoreError: see `prompt`."""
         datasets = self.datasets()
         encoded = [manifest for manifest in datasets if manifest.imported_from is None]
         names = {prompts_name(manifest.common) if manifest.has_texts else "" for manifest in encoded}
-        if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
+        if datasets and not names:  # imported datasets do not name their encoders: any prompts may fit
             names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
         if len(names) > 1:
             known = ", ".join(manifest.name for manifest in datasets)
             raise StoreError(
-                f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
+                f"the datasets {known} have different text encoders: choose with LatentCache(path, manifest=NAME)"
             )
         if names == {""}:
             raise no_texts(", ".join(manifest.name for manifest in encoded))
@@ -229,7 +229,7 @@ class LatentCache(Closing):
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
         sample_id = prompt_id(text, negative=negative)
         for name in names:
-            # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
+            # The manifest of prompts may be missing: no prompt has been cached yet, or it was lost.
             if name in self._known[0] or name in self.manifests.names():
                 prompts = self.manifest(name)
                 if (row := prompts.rows.get(sample_id)) is not None:
@@ -238,7 +238,7 @@ class LatentCache(Closing):
         raise SampleError(sample_id, "is not cached", remedy)
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
-        """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
+        """A prompt that the service encodes on demand. Raises `missing` if there is no such service."""
         far = self.store if isinstance(self.store, RemoteStore) else None
         key = None if far is None else far.transport.encode_prompt(text, negative=negative)
         if key is None:
@@ -247,14 +247,14 @@ class LatentCache(Closing):
         manifests = [manifest for manifest in datasets if manifest.imported_from is None]
         for manifest in manifests:
             family = SampleFacts.of(manifest).family
-            # A family that renders texts needs its tokenizer for that, which a reader has not. The identity says how
-            # the text was encoded, by which tokenizer too; the service is believed that it is this one.
+            # Rendering a text may need the tokenizer, which a reader does not have. The identity says how the text was
+            # encoded, including the tokenizer; that it is of this text is left to the service.
             source = found["source"] if family.template_needs_tokenizer else caption_digest(family.rendered({}, text))
             if found != {"source": source, **prompt_identity(manifest.common, negative=negative)}:
                 raise StoreError(
-                    f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, "
-                    f"max_length, dtype or salt, than {manifest.name} was cached with. Start it with the config of "
-                    "that dataset: serve --encode CONFIG"
+                    f"{self.path}: the service does not encode prompts as {manifest.name} was cached: text encoders, "
+                    "clip_skip, max_length, dtype or salt differ. Start it with the config of that dataset: serve "
+                    "--encode CONFIG"
                 ) from missing
         return SampleRef(missing.sample_id, (key,), SampleFacts.of([*manifests, *datasets][0]))
 
@@ -272,26 +272,34 @@ class LatentCache(Closing):
     ) -> Batch:
         """A batch of B samples of one bucket on the requesting device.
 
-        Returns `latents` [B, C, h, w] (or `moments` [B, 2C, h, w]), with frames before h for a family of video;
-        `prompt_embeds` [B, L, D]; what else the family has: `pooled_prompt_embeds` [B, P], `add_time_ids` [B, 6] in
-        float32; `loss_weight` [B] in float32, that of each one's dataset; and lists: `sample_id`, `dataset`, `caption`,
-        `original_size`, `resized_size`, `crop_top_left`, `target_size` (pairs of integers, height or top first). Texts
-        that the family stores without padding are padded as it demands, and `prompt_embeds_mask` (bool [B, L]) says
-        which rows are theirs. `dtype` follows the requesting module, masks and integers keep theirs. Stored moments
-        give a draw with `generator`, or their mean without one. `scaled` applies the VAE's scaling, which changes the
-        shape where its rule is `batch_norm`; without it latents are as the VAE gave them. `caption` is the number of
-        the caption.
+        Args:
+            sample_ids: The samples.
+            device: The requesting device: a module, a tensor, a device or its name.
+            dtype: Of floating-point tensors, by default the requesting module's. Masks and integers keep theirs.
+            output: `latents` or the stored `moments`.
+            scaled: Apply the VAE's scaling, which changes the shape if its rule is `batch_norm`. By default latents are
+                as the VAE returned them.
+            generator: Draws latents from stored moments; without it latents are the moments' mean.
+            caption: The number of the caption.
+            flip: Whether the images are mirrored.
 
-        Samples of several parts give `control_latents_1`, `control_latents_2` ... [B, C, h, w] too, the means of their
-        control images, which `scaled` scales; `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly; and
-        `masked_latents` as control images have them. A clip of a family that makes videos of a picture has `condition`
-        [B, C, F, h, w] too, the mean of its first frame and grey ones, which `scaled` scales; if its model has an image
-        encoder also `image_embeds` [B, N, D] of that frame.
+        Returns:
+            `latents` [B, C, h, w] (or `moments` [B, 2C, h, w]), with frames before h for a video family;
+            `prompt_embeds` [B, L, D] and the family's other fields, such as `pooled_prompt_embeds` [B, P] and
+            `add_time_ids` [B, 6] in float32; `loss_weight` [B] in float32, from each sample's dataset; and lists:
+            `sample_id`, `dataset`, `caption`, `original_size`, `resized_size`, `crop_top_left`, `target_size` (pairs of
+            integers, height or top first). Texts stored without padding are padded by the family's rule, and
+            `prompt_embeds_mask` (bool [B, L]) marks the rows that are not padding.
+            Samples with companions also have `control_latents_1`, `control_latents_2` ... [B, C, h, w], the means of
+            their control images; `mask` uint8 [B, 1, h, w], 255 for full weight in the loss; and `masked_latents`, like
+            control images. Clips of an image-to-video family have `condition` [B, C, F, h, w], the mean of the first
+            frame followed by grey ones, and `image_embeds` [B, N, D] of that frame if the model has an image encoder.
+            `scaled` applies to all of these latents. On the CPU, tensors that are as stored use NumPy's memory and
+            cannot be resized.
 
-        On the CPU the memory of tensors that are as stored is numpy's: it cannot be resized.
-
-        Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets or
-        families.
+        Raises:
+            SampleError: A sample is unknown, refused, missing or damaged.
+            StoreError: The samples are of several buckets or families.
         """
         refs = self.refs(sample_ids, caption=caption, flip=flip)
         batch = self.gather(refs, scaled=scaled)
@@ -299,11 +307,12 @@ class LatentCache(Closing):
         return to_device(batch, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
 
     def gather(self, refs: Sequence[SampleRef], *, memory: Empty = np.empty, scaled: bool = False) -> Batch:
-        """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
+        """The stored tensors of B samples of one bucket, [B, *shape] per field, on the CPU, and their metadata.
 
-        Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs.
-        `memory` makes the arrays of the tensors. `scaled`: the latents are scaled afterwards, all alike. SampleError
-        for a sample whose entry is missing or damaged; StoreError for mixed buckets or families, and unequal shapes.
+        Texts stored without padding are padded, and `<field>_mask` (bool [B, L]) marks their own rows. `memory`
+        allocates the tensors' arrays. `scaled` says that the latents will be scaled, so that all must scale alike.
+        SampleError for a sample whose entry is missing or damaged; StoreError for mixed buckets or families, and
+        unequal shapes.
         """
         check_alike(refs, scaled=scaled)
         sample_ids, first = [ref.sample_id for ref in refs], refs[0]
@@ -314,32 +323,32 @@ class LatentCache(Closing):
         num, rules = len(first.keys), dict(first.facts.padding)
         found: dict[str, Column] = {}
         for place in range(num):
-            # The entries of all samples at this place: their images, their texts, their first control images ...
+            # All samples' entries at this position: their images, their texts, their first control images ...
             part = place - num + len(first.parts)
             for name, column in columns_of(sample_ids, rows[place::num], rules).items():
-                found[first.parts[part][0] if part >= 0 else name] = column  # that of a part goes by the part's name
+                found[first.parts[part][0] if part >= 0 else name] = column  # a part's column has the part's name
         columns = {name: found[name] for name in sorted(found)}
         ragged = {name: rule for name, rule in rules.items() if name in columns}
         batch, masks = stack_columns(sample_ids, columns, ragged, memory)
         if zeros := [place for place, ref in enumerate(refs) if ref.dropped == "zeros"]:
             family = first.facts.family
-            if rows[1].description.keys() - family.fields.keys():  # a text was not cached when the dataset was made
+            if rows[1].description.keys() - family.fields.keys():  # the dataset could not check: it had no cached text
                 raise no_zeros(family)
             for name in family.fields:
-                for place in zeros:  # an index of all takes longer than the copy of the batch
+                for place in zeros:  # indexing all at once takes longer than copying the batch
                     batch[name][place].zero_()
                     if name in masks:
                         masks[name][place] = False
         return {**batch, **{f"{name}{MASK}": mask for name, mask in masks.items()}, **metadata_of(refs)}
 
     def prefetch(self, refs: Iterable[SampleRef], *, whole_packs: bool = False) -> None:
-        """These samples are read soon: see `Store.prefetch`."""
+        """Announce that these samples will be read soon: see `Store.prefetch`."""
         self.store.prefetch([key for ref in refs for key in ref.keys], whole_packs=whole_packs)
 
     def _sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Sequence[SampleRef]) -> SampleError:
-        """The error about the first of these samples that needs the entry, with its remedy."""
+        """The error for the first of these samples that needs the entry, with its remedy."""
         ref = next(ref for ref in refs if error.key in ref.keys)
-        # The empty text is no sample's own: none is to be left out for it.
+        # The empty text belongs to no sample: no sample must be skipped because of it.
         sample_id = prompt_id("") if ref.dropped == "empty" and error.key == ref.keys[1] else ref.sample_id
         if isinstance(error, EntryMissingError):
             return SampleError(sample_id, "has no entry", PRECACHE)

@@ -1,4 +1,4 @@
-"""A torch Dataset over manifests: CPU tensors, ready for a DataLoader in this process or in workers."""
+"""A torch Dataset over manifests that returns CPU tensors, for a DataLoader with or without workers."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 class _Samples:
-    """The items of one manifest: its samples without the refused ones, once, then mirrored if asked for, and again."""
+    """The items of one manifest: its usable samples, with `flips` then the mirrored ones, all of it `repeats` times."""
 
     def __init__(self, samples: ManifestSamples, choices: Choices, *, flips: bool):
         self.samples, self.rows, self.chooser = samples, samples.rows, Chooser(samples.manifest, choices)
         self.empty_key = ""
-        """The key of the entry of the empty text, where captions are dropped to it."""
+        """Key of the empty text's entry, if captions are dropped to it."""
         self.usable = self.rows.usable()
         self.shapes = self.rows.shapes(self.usable)
-        """What each usable sample shares with others of its batch: see `RowTable.shapes`."""
+        """What each usable sample must share with its batch: see `RowTable.shapes`."""
         self.num_once = len(self.usable) * (1 + flips)
         self.num_items = self.num_once * samples.manifest.repeats
-        samples.places(*self.items(np.arange(self.num_once)))  # SampleError for one that cannot be read
+        samples.places(*self.items(np.arange(self.num_once)))  # SampleError for an item that cannot be read
         if choices.flips:
             samples.places(self.usable, np.ones(len(self.usable), np.bool_))
         self.chooser.check(self.num_captions(self.usable))
 
     def items(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of these items' rows, and which of them are mirrored: int64 [n], bool [n]."""
+        """The row numbers of these items, and which items are mirrored: int64 [n], bool [n]."""
         flips, places = np.divmod(numbers % max(1, self.num_once), max(1, len(self.usable)))
         return self.usable[places], flips > 0
 
     def num_captions(self, numbers: np.ndarray) -> np.ndarray:
-        """The number of caption entries of these rows: int64 [n]."""
+        """How many caption entries each of these rows has: int64 [n]."""
         starts, ends = self.rows.ranges("caption", numbers)
         return np.asarray(ends - starts)
 
     def refs(self, visits: Visits) -> list[SampleRef]:
-        """The samples of these visits of items of this manifest. SampleError for one without the caption or image."""
+        """The samples of these visits of this manifest's items. SampleError: see `ManifestSamples.refs`."""
         numbers, flips = self.items(visits.items)
         choices = self.chooser.choices
         if not choices.draws:
@@ -75,7 +75,7 @@ class _Samples:
         refs = self.samples.refs(numbers, flips | mirrored, captions, crops)
         for place in np.flatnonzero(dropped).tolist():
             ref, to = refs[place], choices.dropout_to
-            if not ref.facts.texts:  # latents alone: there is nothing but the string
+            if not ref.facts.texts:  # latents alone: the caption is only a string
                 refs[place] = ref._replace(caption="")
                 continue
             keys = (ref.keys[0], self.empty_key, *ref.keys[2:]) if to == "empty" else ref.keys
@@ -83,7 +83,7 @@ class _Samples:
         return refs
 
     def identify(self, hasher: blake3) -> None:
-        """Hash what the items are, in their order: id, bucket, sizes of parts, how often, and which are mirrored."""
+        """Hash the items in order: sample ids, buckets, sizes of companions, repeats, and which are mirrored."""
         ids = [self.rows.sample_ids[number] for number in self.usable.tolist()]
         hasher.update(json.dumps([*self.shapes.shape, ids, self.num_once, self.num_items]).encode())
         hasher.update(self.shapes.tobytes())
@@ -95,48 +95,46 @@ class _Samples:
 
 
 class LatentDataset(Dataset[Batch]):
-    """The samples of one manifest, or of several of one cache, without the refused ones, each `repeats` times.
+    """The usable samples of one or several manifests of a cache, each `repeats` times; refused samples are left out.
 
-    `manifest` is a name, or several; it may be left out where there is one. Several must be of one family, have VAEs
-    that scale alike and texts that are padded alike: else StoreError. Items of a manifest of `encode.text: none` have
-    the string `caption` and nothing else of a text.
-
-    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], with frames
-    before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
-    [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], `loss_weight` (float32), and the strings
-    `sample_id`, `dataset` and `caption`.
-    Samples of several parts have `control_latents_1`, `masked_latents` [C, h, w] and so on, `mask` uint8 [1, h, w];
-    clips of a family that makes videos of a picture `condition` [C, F, h, w], and `image_embeds` [N, D] if its model
+    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], with frames before
+    h for a video family; `prompt_embeds` [L, D] and the family's other fields, such as `pooled_prompt_embeds` [P] and
+    `add_time_ids` [6] in float32; the sizes as int64 [2]; `loss_weight` in float32; and the strings `sample_id`,
+    `dataset` and `caption`. Of a manifest with `encode.text: none` the string `caption` is all there is of the text.
+    Samples with companions also have `control_latents_1`, `masked_latents` [C, h, w] and so on, and `mask` uint8
+    [1, h, w]; clips of an image-to-video family have `condition` [C, F, h, w], and `image_embeds` [N, D] if the model
     has an image encoder.
-    L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
-    which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
-    latents from moments if it is given a generator. Batches must not mix buckets, which is a StoreError: use
-    `BucketBatchSampler`.
 
-    `flips` adds the mirrored entries as items of their own, of all manifests or of those that are named; or "random":
-    each visit draws which of the two it is, so that an epoch is not longer. A sample without a mirrored entry is a
-    SampleError at once. `caption` is the number of the caption, or "random": one drawn at each visit, by the weights of
-    the dataset if it has them, and one of its variants, of which an item's visits see all before one comes again. A
-    share `caption_dropout` of visits goes without its caption, which is then "": `dropout_to` says whether the entry of
-    the empty text takes its place or zeros, which suit families whose texts are of one length. StoreError where there
-    is no such entry or length. `crops` is "first", or "random": each visit draws one of the crops that are cached of
-    its image (`variations` of the dataset), with the mask and the control images of that crop; StoreError where no
-    image has several. None of these draws changes which items there are.
+    L is the caption's own length if the family stores no padding. Then pass `dataset.collate` to the DataLoader as
+    `collate_fn`, which pads; otherwise torch's default does the same. `place` moves a batch to the requesting model,
+    and draws latents from moments if it is given a generator. Batches must not mix buckets (StoreError): use
+    `BucketBatchSampler`. With it, all choices follow from its seed, the epoch and the position; plain item numbers draw
+    from torch's global generator, which a DataLoader seeds in each worker. Each process opens the cache for itself, so
+    both fork and spawn work.
 
-    With `BucketBatchSampler` the choices follow from its seed, the epoch and the position; a plain item number draws
-    with torch's global generator, which a DataLoader seeds for each worker. Samples that were imported and not verified
-    are a SampleError at once, unless `unverified` takes them as they are. Each process opens the cache for itself, so
-    fork and spawn both work. `path` and `options` are those of `LatentCache`.
-
-    `trained_tokens` are those whose embeddings are trained, as in a textual inversion: a sample whose cached text has
-    one is a StoreError at once, since the cache has the embedding of before.
-
-    `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
-    away: the packs that hold the images come in random order, and their rows are mixed. `LatentLoader` then asks for
-    whole packs before the batches that need them.
+    Args:
+        path: The cache: see `LatentCache`.
+        manifest: A name, or several; may be left out if there is only one. Several must have one family, VAEs that
+            scale alike and texts that are padded alike, else StoreError.
+        flips: True, or names of manifests, to add the mirrored entries as further items; "random" to draw at each visit
+            whether it is mirrored, so that an epoch is not longer. SampleError for a sample without a mirrored entry.
+        caption: The number of the caption, or "random": each visit draws one, by the dataset's weights if it has any,
+            and takes its next variant, so that an item's visits see all variants before one repeats.
+        caption_dropout: Share of visits without their caption, which is then "".
+        dropout_to: "empty" replaces the text by the entry of the empty text; "zeros" by zeros, for families whose texts
+            have a fixed length. StoreError if that is not possible.
+        crops: "first", or "random": each visit draws one of the image's cached crops (`variations` of the dataset),
+            with its mask and control images. StoreError if no image has several.
+        unverified: Whether samples that were imported and not verified are used; otherwise they are a SampleError.
+        order: What `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory or remote.
+            The packs of the images then come in random order, with their rows mixed, and `LatentLoader` requests whole
+            packs ahead.
+        trained_tokens: Tokens whose embeddings are trained, as in textual inversion. StoreError if a cached text has
+            one, since the cache has its embedding from before the training.
+        options: As for `LatentCache`.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a choice of the caller's
+    def __init__(  # noqa: PLR0913 - one keyword for each choice
         self,
         path: str | Path | CacheConfig,
         manifest: str | Sequence[str] | None = None,
@@ -159,7 +157,7 @@ class LatentDataset(Dataset[Batch]):
         self.order, self.draws = order, self.choices.draws
         self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
         self._opened: tuple[int, LatentCache] | None = None
-        if kind_of(self.path) == "hub":  # workers read this snapshot too: there may be a newer one
+        if kind_of(self.path) == "hub":  # workers must read the same snapshot, even if there is a newer one
             self._options |= {"path": self.cache.path, "read_only": True, "unverified": self.cache.unverified}
         known = self.cache.dataset_names()
         self.names = known if manifest is None else [manifest] if isinstance(manifest, str) else list(manifest)
@@ -170,7 +168,7 @@ class LatentDataset(Dataset[Batch]):
         mirrored = (set(self.names) if named else set()) if isinstance(named, bool) else {*named}
         if unknown := sorted(mirrored - set(self.names)):
             message = f"flips names {', '.join(unknown)}; the manifests are {', '.join(self.names)}"
-            raise StoreError(f"{message}: give some of them, or 'random', True or False")
+            raise StoreError(f"{message}: give some of these, or 'random', True or False")
         read = [self.cache.samples(name) for name in self.names]
         self.facts = common_facts([samples.facts for samples in read], ", ".join(self.names), scaled=True)
         self.scaling: Scaling = self.cache.scaling(read[0].manifest)
@@ -190,7 +188,7 @@ class LatentDataset(Dataset[Batch]):
 
     @property
     def cache(self) -> LatentCache:
-        """This process's own cache: each opens it once, so that fork and spawn both work."""
+        """This process's own cache. Each process opens it once, so both fork and spawn work."""
         if self._opened is None or self._opened[0] != os.getpid():
             self._opened = os.getpid(), LatentCache(**self._options)
         return self._opened[1]
@@ -199,7 +197,7 @@ class LatentDataset(Dataset[Batch]):
         return int(self._ends[-1])
 
     def _prepare_dropout(self) -> None:
-        """Find the entries of the empty text; StoreError where nothing can take the place of a caption."""
+        """Look up the entries of the empty text. StoreError if nothing can replace a caption."""
         family = self.facts.family
         for name, part in zip(self.names, self._parts, strict=True):
             view = self.cache.restricted(name)
@@ -208,13 +206,13 @@ class LatentDataset(Dataset[Batch]):
                 if lengths or (view.text_shapes() or {}).keys() - family.fields.keys():
                     raise no_zeros(family)
             elif family.text_reads_control:
-                message = "reads each text with control images, so that no empty text is cached: set it to 0"
+                message = "reads each text with control images, so it has no empty text: set it to 0"
                 raise StoreError(f"caption_dropout is {self.choices.caption_dropout}, but {family.name} {message}")
             else:
                 part.empty_key = view.cached_prompt("").keys[0]
 
     def _items(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[_Samples, np.ndarray, np.ndarray]]:
-        """By manifest the places of its items among these, and their numbers in it: both int64 [n]."""
+        """For each manifest the positions of its items among `indices`, and their numbers in it: both int64 [n]."""
         items, num = np.array(indices, np.int64), len(self)
         for item in items[(items < -num) | (items >= num)][:1].tolist():
             raise IndexError(f"item {item} of {num}")
@@ -225,15 +223,15 @@ class LatentDataset(Dataset[Batch]):
                 yield part, places, items[places] - (self._ends[number] - part.num_items)
 
     def bucket(self, index: int) -> Extent:
-        """The bucket of an item, without reading it; of a clip with its number of frames."""
+        """The bucket of an item, without reading its entries; for a clip it includes the number of frames."""
         [(part, _, items)] = self._items([index])
         height, width, num_frames = part.shapes[items[0] % len(part.usable), 1:4].tolist()
         return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def groups(self) -> np.ndarray:
-        """The number of each item's group, int64 [n], in the order of their sizes.
+        """The number of each item's group, int64 [n]; groups are sorted by size.
 
-        Items of one group can be in one batch: they share the bucket, and the roles and sizes of companions.
+        Items of one group can be batched: they share the bucket, and the roles and sizes of companions.
         """
         shapes = [part.shapes for part in self._parts]
         width = max(each.shape[1] for each in shapes)
@@ -244,29 +242,29 @@ class LatentDataset(Dataset[Batch]):
         return np.concatenate([np.tile(own, part.num_items // max(1, len(own))) for own, part in pairs])
 
     def places(self) -> Places | None:
-        """Where the items' images lie, if their order is that of packs. StoreError if the cache does not say."""
+        """Where the items' images are in the packs, if `order` is "packs". StoreError if the store cannot tell."""
         if self.order == "random":
             return None
         return Places.of(self.cache.store, [key for part in self._parts for key in part.image_keys()])
 
     def identity(self) -> str:
-        """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
+        """A digest of the items in order, with sample_id, bucket and flip of each: 64 hexadecimal digits."""
         hasher = blake3()
         for part in self._parts:
             part.identify(hasher)
         return hasher.hexdigest()
 
     def missing(self) -> set[str]:
-        """The keys of the entries that the manifests list and the cache has not, or knows to be damaged.
+        """Keys of the entries that the manifests list, but that the cache lacks or knows to be damaged.
 
-        Where captions are dropped to the empty text, this is among them.
+        This includes the empty text, if captions are dropped to it.
         """
         keys = {key for part in self._parts for key in part.rows.entry_keys(usable=True)}
         keys |= {part.empty_key for part in self._parts if part.empty_key}
         return keys - self.cache.store.find(keys)
 
     def refs(self, visits: Visits) -> list[SampleRef]:
-        """The samples of these visits, not read yet. SampleError for one without the caption or image."""
+        """References to the samples of these visits. SampleError for a sample without the caption or image."""
         found: dict[int, SampleRef] = {}
         for part, places, items in self._items(visits.items):
             own = Visits(items, *(column[places] for column in visits[1:]))
@@ -277,19 +275,18 @@ class LatentDataset(Dataset[Batch]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
+        """Read the items of a batch at once; a DataLoader calls this. StoreError if they are of several buckets."""
         batch = self.cache.gather(self.refs(Visits.of(indices, are_drawn=self.draws)))
         ragged = {name: unpadded(batch, name) for name, _ in self.facts.padding if name in batch}
         batch = {name: batch[name] for name in batch if name.removesuffix(MASK) not in ragged} | ragged
         batch |= {name: torch.from_numpy(np.array(batch[name], np.int64)) for name in SIZES}
         columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
-        return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of its tensors
+        return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]  # views of the batch
 
     def collate(self, items: Sequence[Batch]) -> Batch:
-        """The `collate_fn` of a DataLoader: torch's default, but texts that are stored without padding are padded.
+        """The `collate_fn` for a DataLoader: torch's default, which also pads texts that are stored without padding.
 
-        They are padded as the family demands, and `<field>_mask` (bool [B, L]) says which rows are theirs. For a family
-        that stores padding the default does the same.
+        They are padded by the family's rule, and `<field>_mask` (bool [B, L]) marks the rows that are not padding.
         """
         rules = {name: rule for name, rule in self.facts.padding if name in items[0]}
         plain = [{name: value for name, value in item.items() if name not in rules} for item in items]
@@ -309,7 +306,7 @@ class LatentDataset(Dataset[Batch]):
         scaled: bool = False,
         generator: torch.Generator | None = None,
     ) -> Batch:
-        """A batch of `collate` on the requesting device; the arguments are those of `LatentCache.batch`."""
+        """Move a batch of `collate` to the requesting device; the arguments are those of `LatentCache.batch`."""
         sizes = {name: batch[name] for name in SIZES}
         rest = {name: value for name, value in batch.items() if name not in SIZES}
         scaling = self.scaling if scaled else None

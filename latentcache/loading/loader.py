@@ -1,4 +1,4 @@
-"""Batches for a training loop, prefetched by a thread, so that the loop does not wait for them."""
+"""Batches for a training loop, prefetched by a thread so that the loop does not wait for them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 32
-"""Each batch is prefetched from the store while so many before it are read: in pack order a pack, which takes time."""
+"""How many batches ahead the store is told to prefetch: in pack order that means whole packs, which take time."""
 _TOGETHER = 64
-"""Samples that are chosen and prefetched at once, in at least four batches: it costs about as much for one batch."""
+"""Samples that are chosen and prefetched together, in at least four batches: one batch costs about as much."""
 Encode = Callable[..., Any]
-"""Encodes the entries of the keys `only` into the dataset's cache, and returns a `Report` with those that it `refused`.
+"""Encodes the entries of the keys `only` into the dataset's cache, and returns a `Report` with what it `refused`.
 
-Models return to where they were: `partial(run_precache, config, models=models)`.
+Use `partial(run_precache, config, models=models)`, which moves models back to where they were.
 """
 
 
 class _Made(NamedTuple):
-    """A batch that was read, or None where all its samples were skipped; and what was skipped, with the reason."""
+    """A batch that was read, or None if all its samples were skipped; and what was skipped, with the reason."""
 
     planned: PlannedBatch
     sent: Copies | None
@@ -57,16 +57,16 @@ Source = Prefetcher[_Made] | Generator[_Made, None, None]
 
 @dataclass(frozen=True, slots=True)
 class _BatchMaker:
-    """Makes the batches of one iteration. It runs in the thread that prefetches."""
+    """Reads the batches of one iteration. It runs in the prefetching thread."""
 
     loader: LatentLoader
     transfer: Transfer
     dtype: torch.dtype | None
     encoded: Set[str]
-    """Keys of entries that are not encoded once more in this iteration."""
+    """Keys of entries that this iteration has encoded already, and does not encode again."""
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
-        """The planned batches. Each is prefetched before the LOOK_AHEAD batches before it are read."""
+        """Read the planned batches. Each is prefetched from the store LOOK_AHEAD batches before it is read."""
         waiting: deque[tuple[PlannedBatch, list[SampleRef]]] = deque()
         num = max(4, _TOGETHER // self.loader.sampler.batch_size)
         try:
@@ -80,9 +80,9 @@ class _BatchMaker:
             self.transfer.finish()
 
     def _announced(self, batches: Sequence[PlannedBatch]) -> Iterator[tuple[PlannedBatch, list[SampleRef]]]:
-        """These batches with their samples, which are read soon.
+        """These batches with their samples, whose prefetch is requested.
 
-        Without samples where one is wrong, which is raised when its batch is read.
+        If one of the samples is an error there are no samples: the error is raised when its batch is read.
         """
         dataset = self.loader.dataset
         refs: list[SampleRef] = []
@@ -117,7 +117,7 @@ class _BatchMaker:
                 return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
             except SampleError as problem:
                 if self.loader.lost_key(problem, self.encoded) is not None:
-                    raise  # the thread that trains encodes it: no model moves while that one computes
+                    raise  # the training thread encodes it, so that no model moves while that thread computes
                 error = self.loader.explained(problem)
                 key = _lost_key(problem)  # another dataset may have a sample of this name
                 left = [ref for ref in refs if ref.sample_id != error.sample_id or key not in ref.keys]
@@ -126,12 +126,12 @@ class _BatchMaker:
                 refs, skipped[error.sample_id] = left, error
         if self.loader.sampler.world_size > 1:
             error = next(iter(skipped.values()))
-            remedy = f"{PRECACHE}: with several ranks no batch can be left out"
+            remedy = f"{PRECACHE}: with several ranks no batch can be skipped"
             raise SampleError(error.sample_id, f"{error.reason}, and no other sample is left in its batch", remedy)
         return _Made(planned, None, skipped, len(planned.numbers))
 
     def _host_array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array in memory that copies to the device need not wait for."""
+        """An array in host memory from which the device can copy asynchronously."""
         num_bytes = math.prod(shape) * dtype.itemsize
         return self.transfer.host_memory((num_bytes,), torch.uint8).numpy().view(dtype).reshape(shape)
 
@@ -142,13 +142,13 @@ class _BatchMaker:
 
 
 def _lost_key(error: Exception) -> str | None:
-    """The key of the entry that is missing or damaged, of a sample's error about that."""
+    """The key of the missing or damaged entry, if the error is a SampleError about one."""
     cause = error.__cause__ if isinstance(error, SampleError) else None
     return cause.key if isinstance(cause, EntryMissingError | EntryDamagedError) else None
 
 
 def check_output(output: Output, *, scaled: bool) -> None:
-    """StoreError for an output that there is not, or that cannot be scaled."""
+    """StoreError for an unknown output, or one that cannot be scaled."""
     if output not in get_args(Output):
         raise StoreError(f"output is {output!r}; it must be one of {', '.join(get_args(Output))}")
     if scaled and output == "moments":
@@ -165,7 +165,7 @@ def placed(
     output: Output,
     scaled: bool,
 ) -> Batch:
-    """A planned batch that was gathered, on the device; what is drawn follows from the seed, epoch and position."""
+    """Move a gathered batch to the device. Its latents are drawn by the seed, the epoch and the batch's position."""
     draws = output == "latents" and "moments" in batch and dataset.facts.family.latent.draws
     return to_device(
         batch,
@@ -178,29 +178,35 @@ def placed(
 
 
 class LatentLoader(Closing):
-    """Iterates over the batches of a `BucketBatchSampler` on the requesting device, `prefetch` batches ahead.
+    """Iterates over the batches of a `BucketBatchSampler` on the requesting device, prefetching with one thread.
 
-    A batch is what `LatentCache.batch` gives: tensors on the device, in its dtype, and lists. `output`: `latents` are
-    drawn from moments at each visit, or are their mean where the family is trained with it (stored latents are as they
-    are), `mean` is the moments' mean, `moments` are as stored. `scaled` applies the VAE's scaling. All that is drawn
-    follows from the sampler's seed, the epoch and the batch's position (`sampler.noise_generator`), not from threads,
-    ranks, `prefetch` or a resume.
+    A batch is what `LatentCache.batch` returns: tensors on the device, in its dtype, and lists. All random draws follow
+    from the sampler's seed, the epoch and the batch's position (`sampler.noise_generator`), not from threads, ranks,
+    `prefetch` or a resume. Device and dtype are those of the requesting module when an iteration begins. On a device
+    with streams, batches are read into pinned memory and copied on a stream of their own (`devices.transfer`).
 
-    One thread reads whole batches (into pinned memory, with copies on a stream for them, where the device has streams:
-    `devices.transfer`). Without `prefetch` the calling thread does the same. Device and dtype are those of the
-    requesting module when an iteration begins.
+    An error is raised at the batch it belongs to: SampleError for a sample that is missing or damaged. Several
+    iterations may run at once. Each ends its thread when it is exhausted, closed or dropped, and so does `close`.
 
-    An error is raised at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
-    `damaged="skip"` such samples are left out of their batches, which are then smaller; each is logged once and is in
-    `skipped`. An empty batch is left out too, but is an error with several ranks: all need the same number of batches.
+    Args:
+        sampler: The batches, with their dataset.
+        device: The requesting device: a module, a tensor, a device or its name.
+        dtype: Of floating-point tensors, by default the requesting module's.
+        output: `latents` are drawn from moments at each visit, or are their mean if the family is trained on it; stored
+            latents are returned as they are. `mean` is the moments' mean, `moments` are as stored.
+        scaled: Apply the VAE's scaling.
+        prefetch: How many batches the thread reads ahead; 0 reads in the calling thread.
+        damaged: "skip" leaves missing and damaged samples out of their batches, which are then smaller. Each is logged
+            once and listed in `skipped`. An empty batch is left out too, but is an error with several ranks, which all
+            need the same number of batches.
+        encode: Encodes what the cache lacks, in the thread that iterates: when an iteration begins, everything missing
+            that the dataset's manifests list, in one pass; later, entries that are found missing or damaged, each once
+            per iteration. The batches are those of a complete cache. What cannot be encoded is listed in `refused` and
+            is a SampleError at its batch, as is a sample whose image, caption or models changed since the precache. If
+            nothing is missing, an iteration costs one look-up.
 
-    `encode` encodes what the cache has not: when an iteration begins, all that the dataset's manifests list and is
-    missing, in one pass; later an entry that is found missing or damaged, once in an iteration. The thread that
-    iterates does it, and the batches are those of a complete cache. What cannot be encoded is in `refused`, and a
-    SampleError at its batch, as is a sample whose image, caption or models changed since the precache. Without
-    anything missing an iteration costs one look-up.
-
-    Iterations may be several at once. Each ends its thread when it is exhausted, closed or dropped, as does `close`.
+    Raises:
+        StoreError: An argument is not one of these.
     """
 
     def __init__(
@@ -216,9 +222,7 @@ class LatentLoader(Closing):
         encode: Encode | None = None,
     ):
         if isinstance(sampler, LatentDataset):
-            raise StoreError(
-                "a loader takes a sampler, which says what a batch is: LatentLoader(BucketBatchSampler(dataset, 4))"
-            )
+            raise StoreError("a loader needs a sampler, not a dataset: LatentLoader(BucketBatchSampler(dataset, 4))")
         if prefetch < 0:
             raise StoreError(f"prefetch is {prefetch}; it must be at least 0 (0: no thread)")
         check_output(output, scaled=scaled)
@@ -226,7 +230,7 @@ class LatentLoader(Closing):
             raise StoreError(f"damaged is {damaged!r}; it must be one of raise, skip")
         if not (encode is None or callable(encode)):
             needed = "functools.partial(run_precache, config, models=models)"
-            raise StoreError(f"encode is a {type(encode).__name__}; it is called to encode entries: give {needed}")
+            raise StoreError(f"encode is a {type(encode).__name__}; it must be a function, such as {needed}")
         self.sampler = sampler
         self.dataset = sampler.dataset
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
@@ -248,13 +252,13 @@ class LatentLoader(Closing):
         return len(self.sampler)
 
     def __iter__(self) -> BatchIterator:
-        """The present epoch, or what is left of it after `load_state_dict`."""
+        """The current epoch, or the rest of it after `load_state_dict`."""
         return self._begin(endless=False)
 
     def forever(self) -> BatchIterator:
-        """Epoch after epoch without end, from where the sampler is. The next epoch is prefetched too.
+        """Endless epochs, from the sampler's current position. The next epoch is prefetched too.
 
-        StoreError: the dataset has no items.
+        StoreError if the dataset has no items.
         """
         return self._begin(endless=True)
 
@@ -267,7 +271,7 @@ class LatentLoader(Closing):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state (see `BucketBatchSampler.load_state_dict`), in iterations that begin afterwards."""
+        """Resume from a state in the next iteration; see `BucketBatchSampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
@@ -280,14 +284,14 @@ class LatentLoader(Closing):
         if self._closed:
             raise StoreError("the loader is closed; make a new one")
         if endless and not len(self.sampler):
-            raise StoreError(f"{self.dataset.path}: the dataset has no items, so that an epoch has no batch")
+            raise StoreError(f"{self.dataset.path}: the dataset has no items, so an epoch has no batch")
         self.encode_missing()
         iterator = BatchIterator(self, self.sampler.begin(), endless=endless)
         self._iterators.add(iterator)
         return iterator
 
     def read_from(self, cursor: Cursor, encoded: Set[str], *, endless: bool) -> tuple[Source, Transfer]:
-        """The batches from here on, and how they get to the device. Entries of `encoded` are not encoded again."""
+        """The batches from the cursor on, and their transfer. Entries of `encoded` are not encoded again."""
         transfer = transfer_to(device_of(self.requester))
         maker = _BatchMaker(self, transfer, self.dtype or dtype_of(self.requester), encoded)
         plan = self.sampler.plan(cursor.epoch, cursor.position)
@@ -297,20 +301,20 @@ class LatentLoader(Closing):
         return (Prefetcher(batches, self.prefetch) if self.prefetch else batches), transfer
 
     def encode_missing(self, *keys: str) -> None:
-        """Encode all that the dataset's manifests list and the cache has not, and the entries of these keys."""
+        """Encode everything that the dataset's manifests list but the cache lacks, and the entries of these keys."""
         if self.encode is None or not (wanted := (self.dataset.missing() | {*keys}) - self._not_made):
             return
-        logger.info("encoding %d entries that %s has not", len(wanted), self.dataset.path)
+        logger.info("encoding %d entries that %s lacks", len(wanted), self.dataset.path)
         self.refused |= {refusal.sample_id: refusal for refusal in self.encode(only=wanted).refused}
-        self._not_made |= wanted - self.dataset.cache.store.find(wanted)  # not tried in each epoch
+        self._not_made |= wanted - self.dataset.cache.store.find(wanted)  # not retried in every epoch
 
     def lost_key(self, error: Exception, encoded: Set[str]) -> str | None:
-        """The key of the missing or damaged entry that this error is about, and that may be encoded; else None."""
+        """The key of the missing or damaged entry that this error is about, if it may be encoded; else None."""
         key = _lost_key(error)
         return None if self.encode is None or key in encoded or key in self._not_made else key
 
     def explained(self, error: SampleError) -> SampleError:
-        """The error, or another one that says why the sample could not be encoded."""
+        """The error itself, or one that says why the sample could not be encoded."""
         refusal = self.refused.get(error.sample_id)
         if refusal is None or _lost_key(error) not in self._not_made:
             return error
@@ -331,9 +335,9 @@ class BatchIterator(Iterator[Batch], Closing):
 
     def __next__(self) -> Batch:
         if self._error is not None:
-            raise self._error  # the batch that failed cannot be passed over: the epoch did not end there
+            raise self._error  # a failed batch must not be skipped, nor taken for the end of the epoch
         if self._closed:
-            raise StoreError("this iteration was closed before its end; begin another with iter(loader)")
+            raise StoreError("this iteration was closed before its end; start another with iter(loader)")
         while True:
             try:
                 made = next(self._source)
@@ -346,7 +350,7 @@ class BatchIterator(Iterator[Batch], Closing):
             batch = None if made.sent is None else self._transfer.receive(made.sent)
             for sample_id, lost in made.skipped.items():
                 if sample_id not in self._loader.skipped:
-                    logger.warning("%s It is left out of its batches.", lost)
+                    logger.warning("%s It is skipped.", lost)
                 self._loader.skipped[sample_id] = lost.reason
             self._loader.num_skipped += made.num_skipped
             self._cursor.epoch, self._cursor.position = made.planned.epoch, made.planned.end
@@ -354,7 +358,7 @@ class BatchIterator(Iterator[Batch], Closing):
                 return batch
 
     def _encode(self, error: Exception) -> bool:
-        """Encode the entry that this error is about, if that may help, and read on from the batch that failed."""
+        """Encode the entry that this error is about, if that may help, and continue from the batch that failed."""
         loader, key = self._loader, self._loader.lost_key(error, self._encoded)
         if key is None:
             return False
@@ -365,27 +369,27 @@ class BatchIterator(Iterator[Batch], Closing):
         return True
 
     def close(self) -> None:
-        """End the thread and wait for it. It finishes the batch that it is reading."""
+        """Stop the thread and wait for it; it finishes the batch that it is reading."""
         self._closed = True
         self._source.close()
 
 
 class CachedBatches(Dataset[Batch]):
-    """The batches of an epoch of `sampler`, as items: item `n` is the n-th batch that a `LatentLoader` returns.
+    """A dataset whose items are the batches of an epoch: item `n` is the n-th batch that a `LatentLoader` returns.
 
-    For trainers that give a dataset of whole batches to a `DataLoader` of their own, with `batch_size=1` and a
-    collator that unwraps it: kohya's sd-scripts, musubi-tuner. Such a DataLoader may have workers, each of which opens
-    the cache for itself, and may shuffle, but then `order="packs"` of the dataset gains nothing. Where accelerate
-    shares batches among ranks, leave the sampler at one rank.
+    It is for trainers that pass a dataset of whole batches to a `DataLoader` of their own, with `batch_size=1` and a
+    collator that unwraps it: kohya's sd-scripts, musubi-tuner. The DataLoader may have workers, each of which opens the
+    cache for itself. It may shuffle, but then the dataset's `order="packs"` gains nothing. If accelerate distributes
+    the batches among ranks, leave the sampler at one rank.
 
-    A batch is what `LatentLoader` returns, on the CPU: latents in `dtype` (default: as stored), `scaled` as the
+    A batch is what `LatentLoader` returns, on the CPU: latents in `dtype` (by default as stored), with `scaled` as the
     denoiser expects them, drawn from stored moments by the sampler's seed, the epoch and the batch's number.
 
     Args:
         sampler: The batches, with their dataset, seed, rank and number of ranks.
         dtype: Dtype of the floating-point tensors; None leaves them as they are stored.
         output: `latents`, `mean` or `moments`, as for `LatentLoader`.
-        scaled: Whether the VAE's scaling is applied. A trainer that scales by itself wants False.
+        scaled: Whether the VAE's scaling is applied; leave it False for a trainer that scales.
 
     Raises:
         StoreError: `output` is unknown, or moments are to be scaled.
@@ -401,24 +405,21 @@ class CachedBatches(Dataset[Batch]):
     ):
         check_output(output, scaled=scaled)
         self.sampler, self.dtype, self.output, self.scaled = sampler, dtype, output, scaled
-        self._epoch = torch.tensor(sampler.epoch).share_memory_()  # also with workers that live for several epochs
+        self._epoch = torch.tensor(sampler.epoch).share_memory_()  # so that persistent workers see it
         self._planned, self._plan = sampler.epoch, [*sampler.plan(sampler.epoch)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches the items are, also in workers that run already.
-
-        It costs nothing where the epoch is the present one.
-        """
+        """Choose the epoch whose batches the items are, also in running workers. A no-op for the current epoch."""
         self.sampler.set_epoch(epoch)
         self._epoch.fill_(epoch)
         self._batches()
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch; the number is the same in each."""
+        """Batches of this rank per epoch."""
         return len(self._batches())
 
     def __getitem__(self, number: int) -> Batch:
-        """The batch of this number. SampleError for a sample of it that is missing or damaged; IndexError."""
+        """The batch of this number. IndexError; SampleError for a sample that is missing or damaged."""
         planned, dataset = self._batches()[number], self.sampler.dataset
         batch = dataset.cache.gather(dataset.refs(planned.visits))
         return placed(dataset, planned, batch, CPU, dtype=self.dtype, output=self.output, scaled=self.scaled)

@@ -1,6 +1,6 @@
-"""Batches of one bucket each: their order in an epoch, each rank's share, and the place where a run stopped.
+"""Batches of one bucket each: their order in an epoch, each rank's share, and the position for a resume.
 
-Every random choice of the training data follows from what it is for, the seed, the epoch and the position alone.
+Every random choice of the training data depends only on its purpose, the seed, the epoch and the position.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from latentcache.identity import seed_of
 from latentcache.store.base import Store
 
 WINDOW = 16
-"""Packs that are read at the same time: those of a rank whose rows are mixed."""
+"""How many packs of a rank are read at a time, with their rows mixed."""
 
 
 class Places(NamedTuple):
-    """Where the items of a dataset lie: the number of each one's pack, in the order of ids, and its row in it.
+    """Where a dataset's items are stored: each item's pack, numbered in the order of the packs' ids, and row in it.
 
-    Both int64 [n], and -1 for an item whose entry is not there. `identity` is a digest of them and of the ids.
+    Both are int64 [n], -1 if the entry is missing. `identity` is a digest of them and of the packs' ids.
     """
 
     packs: np.ndarray
@@ -36,10 +36,10 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, store: Store, keys: Sequence[str]) -> Places:
-        """The places of these entries. StoreError for a store that does not say."""
+        """The places of these entries. StoreError if the store cannot tell."""
         found, places = store.places(keys)
         ids = sorted({found[number] for number in np.unique(places[:, 0]).tolist() if number >= 0})
-        by_id = {pack: number for number, pack in enumerate(ids)}  # other packs of the store may come and go
+        by_id = {pack: number for number, pack in enumerate(ids)}  # ignores the store's other packs
         numbers = np.array([*(by_id.get(pack, -1) for pack in found), -1], np.int64)
         packs, rows = numbers[places[:, 0]], np.ascontiguousarray(places[:, 1])
         return cls(packs, rows, blake3(" ".join(ids).encode() + packs.tobytes() + rows.tobytes()).hexdigest())
@@ -54,12 +54,13 @@ def pack_batches(
     num_streams: int,
     generator: np.random.Generator | None,
 ) -> list[list[int]]:
-    """All items in batches of one bucket each. `buckets` has the items of each bucket.
+    """All items in batches of one bucket each, in pack order. `buckets` has the items of each bucket.
 
-    Packs are shuffled and dealt to streams, whose batches take turns: batch i is of stream i modulo `num_streams`,
-    until a stream ends. A stream reads its packs in their order; a row comes up to `window` packs later than its pack
-    begins. Rows fill a batch of their bucket, which comes when it is full; the last ones of each bucket are joined, and
-    their batches come at the end, of which only one a bucket may be smaller. Without a generator nothing is shuffled.
+    Packs are shuffled and dealt to streams, and the streams' batches alternate: batch i is of stream i modulo
+    `num_streams`, until a stream ends. A stream reads its packs in order; a row comes at most `window` packs after its
+    pack begins. Each row goes to the open batch of its bucket, which is emitted when it is full. The leftovers of each
+    bucket are joined across streams and come last; only one batch per bucket may be smaller. Without a generator
+    nothing is shuffled.
     """
     _, packs = np.unique(places.packs, return_inverse=True)
     num_packs = int(packs.max(initial=-1)) + 1
@@ -83,12 +84,12 @@ def pack_batches(
 
 
 def split(items: list[int], batch_size: int) -> list[list[int]]:
-    """These items in batches, of which the last one may be smaller."""
+    """Split the items into batches; the last one may be smaller."""
     return [items[at : at + batch_size] for at in range(0, len(items), batch_size)]
 
 
 def _full_batches(items: np.ndarray, buckets: np.ndarray, batch_size: int, left: list[list[int]]) -> list[list[int]]:
-    """The full batches of a stream, in the order in which they are full. The rest of each bucket is added to `left`."""
+    """The full batches of a stream, in the order in which they fill up. Each bucket's leftovers are added to `left`."""
     batches: list[tuple[int, list[int]]] = []
     for bucket, rest in enumerate(left):
         own = np.flatnonzero(buckets == bucket)
@@ -99,16 +100,16 @@ def _full_batches(items: np.ndarray, buckets: np.ndarray, batch_size: int, left:
     return [batch for _, batch in sorted(batches)]
 
 
-if TYPE_CHECKING:  # it needs this module
+if TYPE_CHECKING:  # it imports this module
     from latentcache.loading.dataset import LatentDataset
 
 STATE_VERSION = 1
 
 
 class Visit(int):
-    """The number of an item, and what the choices at this visit follow from: `draw` (63 random bits), epoch and seed.
+    """An item number with what the choices at this visit depend on: `draw` (63 random bits), epoch and seed.
 
-    It is the plain number to everything else, also on its way to a DataLoader's workers.
+    It is an int, so a DataLoader passes it to its workers like any item number.
     """
 
     draw: int = 0
@@ -124,7 +125,7 @@ class Visit(int):
 
 
 class Visits(NamedTuple):
-    """Visits of n items as arrays: numbers, draws and epochs, int64 [n], and the seeds of variants, uint64 [n]."""
+    """Visits of n items as arrays: item numbers, draws and epochs, int64 [n], and seeds for variants, uint64 [n]."""
 
     items: np.ndarray
     draws: np.ndarray
@@ -133,9 +134,9 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, indices: Sequence[int], *, are_drawn: bool = True) -> Visits:
-        """The visits of these items. Plain numbers get a draw and a seed from torch's global generator.
+        """The visits of these items; plain numbers get a draw and a seed from torch's global generator.
 
-        Where they are not drawn all but the items is 0.
+        Unless `are_drawn`, everything but the items is 0.
         """
         items = np.array(indices, np.int64)
         if not are_drawn:
@@ -151,27 +152,27 @@ def _plain_visit(index: int) -> Visit:
     return Visit.of(index, draw, 0, seed)
 
 
-@lru_cache(64)  # all visits of a sampler share it
+@lru_cache(64)  # a sampler's visits share one seed
 def _seed_of_variants(seed: int) -> int:
     return seed_of("variants", seed)
 
 
 def noise_generator(seed: int, epoch: int, position: int) -> torch.Generator:
-    """The CPU generator that the latents of the batch at `position` of the epoch are drawn with.
+    """The generator that draws the latents of the batch at `position` of the epoch.
 
-    On the CPU, because its numbers are the same for every device. torch keeps 32 bits of a CPU generator's seed, so
-    that two batches that lie far apart may, rarely, share their noise.
+    It is on the CPU, so that its numbers do not depend on the device. torch keeps only 32 bits of a CPU generator's
+    seed, so two distant batches may, rarely, share their noise.
     """
     return torch.Generator("cpu").manual_seed(seed_of("latents", seed, epoch, position))
 
 
 def order_generator(seed: int, epoch: int) -> np.random.Generator:
-    """The generator that shuffles an epoch. numpy's, because it keeps all 64 bits of its seed."""
+    """The generator that shuffles an epoch; NumPy's, because it uses all 64 bits of its seed."""
     return np.random.default_rng(seed_of("order", seed, epoch))
 
 
 class PlannedBatch(NamedTuple):
-    """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs."""
+    """A batch of one rank: its position in the epoch, its items, and the position after which all ranks have theirs."""
 
     epoch: int
     position: int
@@ -181,7 +182,7 @@ class PlannedBatch(NamedTuple):
 
     @property
     def items(self) -> list[Visit]:
-        """The items, each with a draw of its own."""
+        """The items as visits, each with its own draw."""
         draws = self.visits.draws.tolist()
         return [Visit.of(item, draw, self.epoch, self.seed) for item, draw in zip(self.numbers, draws, strict=True)]
 
@@ -189,7 +190,7 @@ class PlannedBatch(NamedTuple):
     def visits(self) -> Visits:
         """The items as arrays, each with its draw, epoch and seed."""
         num = len(self.numbers)
-        # The generator's own bits: they stay the same in all versions of numpy, and take a fifth of the time.
+        # Raw bits of the generator are stable across NumPy versions, and take a fifth of the time.
         bits = np.random.PCG64(seed_of("visits", self.seed, self.epoch, self.position)).random_raw(num)
         items, epochs = np.array(self.numbers, np.int64), np.full(num, self.epoch, np.int64)
         return Visits(items, (bits >> 1).view(np.int64), epochs, np.full(num, _seed_of_variants(self.seed), np.uint64))
@@ -197,7 +198,7 @@ class PlannedBatch(NamedTuple):
 
 @dataclass(slots=True)
 class Cursor:
-    """The progress of an epoch: `position` batches of it, of all ranks together, are done."""
+    """The progress of an epoch: `position` counts the finished batches of all ranks together."""
 
     epoch: int
     position: int = 0
@@ -205,23 +206,23 @@ class Cursor:
 
 
 class BucketBatchSampler(Sampler[list[int]]):
-    """Yields lists of item numbers, each list from one bucket. The order depends on `seed` and the epoch alone.
+    """Yields lists of item numbers, each list from one bucket. The order depends only on `seed` and the epoch.
 
     `shuffle` mixes the items of each bucket and the batches. `drop_last` leaves out batches smaller than `batch_size`.
     Call `set_epoch` before each epoch, as with torch's DistributedSampler. The numbers are `Visit`s: what a dataset
-    chooses at each visit (a caption, a flip) follows from seed, epoch and position too.
+    chooses at each visit (a caption, a flip) also follows from seed, epoch and position.
 
-    With `world_size` ranks every rank gets the same number of batches, and the order does not depend on how many ranks
-    there are. Batches that cannot be shared equally at the end of an epoch are left out: others in the next epoch.
-    StoreError where a dataset with items gives a rank no batch at all.
+    With `world_size` ranks each rank gets the same number of batches, and the order does not depend on the number of
+    ranks. Batches at the end of an epoch that cannot be shared equally are left out; these differ from epoch to epoch.
+    StoreError if a dataset with items gives a rank no batch at all.
 
-    A dataset with `order="packs"` is visited in pack order (`pack_batches`): the packs that hold the images
-    are shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. It then depends on the
-    packs that there are when the sampler is made, on `window`, and on the number of ranks. Where torch.distributed runs
-    with `world_size` ranks they compare their packs, so that each has to make the sampler; StoreError if these differ.
+    A dataset with `order="packs"` is visited in pack order (`pack_batches`): the packs that hold the images are
+    shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. The order then also depends on
+    the packs present when the sampler is made, on `window`, and on the number of ranks. If torch.distributed runs with
+    `world_size` ranks they compare their packs, so make the sampler on every rank; StoreError if the packs differ.
 
-    `state_dict` says where the last iteration is, `load_state_dict` lets the next one begin there. A DataLoader with
-    workers takes batches ahead of the loop, so with one the state is too far on: `LatentLoader` counts right.
+    `state_dict` says how far the last iteration is, and `load_state_dict` lets the next one continue there. A
+    DataLoader with workers prefetches batches, which this state counts as done; `LatentLoader` counts correctly.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class BucketBatchSampler(Sampler[list[int]]):
             _check_ranks(self._places.identity, world_size)
         self._cursor = Cursor(0)
         self._identity: str | None = None
-        if len(dataset) and not len(self):  # training would end at once, without a word
+        if len(dataset) and not len(self):  # training would end at once, silently
             raise StoreError(
                 f"an epoch of {len(dataset)} items has no batch: use a batch_size below {batch_size}, fewer ranks than "
                 f"{world_size}, or drop_last=False"
@@ -267,19 +268,19 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     @property
     def num_batches(self) -> int:
-        """Batches of a whole epoch, of all ranks together, before any is left out."""
+        """Batches per epoch of all ranks together, before any are left out."""
         spare = 0 if self.drop_last else self.batch_size - 1
         return sum((len(items) + spare) // self.batch_size for items in self._buckets)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch. The present one keeps its place, so a resumed run may call this as always."""
+        """Choose the next epoch. The current epoch keeps its position, so a resumed run can call this as usual."""
         if epoch != self._cursor.epoch:
             self._cursor = Cursor(epoch)
 
     def begin(self) -> Cursor:
-        """Start an iteration: where the state that was loaded says, otherwise with the epoch's first batch.
+        """Start an iteration at the loaded state, otherwise at the epoch's first batch.
 
-        `state_dict` follows this cursor from now on.
+        From now on `state_dict` reports this cursor.
         """
         if self._cursor.started:
             self._cursor = Cursor(self._cursor.epoch)
@@ -287,7 +288,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         return self._cursor
 
     def plan(self, epoch: int, position: int = 0) -> Iterator[PlannedBatch]:
-        """This rank's batches of an epoch, from a position on. A position counts the batches of all ranks."""
+        """This rank's batches of an epoch from a position on, which counts the batches of all ranks."""
         order = self._order(epoch)
         firsts = range(position, position + self._num_left(position) * self.world_size, self.world_size)
         return (
@@ -310,23 +311,23 @@ class BucketBatchSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its batches are done, and what order and choices depend on: numbers and strings.
 
-        The state of any rank is that of all.
+        It is the same on all ranks.
         """
         return self._settings() | {"epoch": self._cursor.epoch, "position": self._cursor.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration begin where this state was taken.
 
-        Raises StoreError, naming each thing that differs, for a state of another dataset, batch size, seed, shuffle,
-        drop_last or world size, or of other choices at each visit. Captions that were edited and values that were
-        re-encoded do not matter; samples that came, went or changed their bucket do. In pack order an image that lies
-        in another pack now, as after `compact`, or was found damaged, matters too.
+        Raises StoreError, listing the differences, for a state from another dataset, batch size, seed, shuffle,
+        drop_last or world size, or with other choices at each visit. Edited captions and re-encoded values do not
+        matter; samples that were added, removed or moved to another bucket do. In pack order, so do images that are now
+        in another pack, for instance after `compact`, or were found damaged.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
             raise StoreError(
-                f"the sampler's state has epoch {epoch!r} and position {position!r}, but two integers are needed: "
-                "give what state_dict() returned"
+                f"the sampler's state has epoch {epoch!r} and position {position!r}, but both must be integers: give "
+                "what state_dict() returned"
             )
         here = self._settings()
         differing = [
@@ -334,8 +335,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         ]
         if differing:
             raise StoreError(
-                f"the sampler's state is not of this run: {', '.join(differing)}. Start with what it was taken from, "
-                f"or start the epoch again with set_epoch({epoch})"
+                f"the sampler's state is from another run: {', '.join(differing)}. Use the settings that it was saved "
+                f"with, or restart the epoch with set_epoch({epoch})"
             )
         self._cursor = Cursor(epoch, position)
 
@@ -375,8 +376,8 @@ class BucketBatchSampler(Sampler[list[int]]):
 
 
 def _check_ranks(packs: str, world_size: int) -> None:
-    """StoreError if ranks see other packs than the first one: some samples would come twice and others never."""
-    distributed = torch.distributed  # some builds of torch have none of it
+    """StoreError if a rank sees other packs than rank 0: some samples would come twice and others never."""
+    distributed = torch.distributed  # a stub in some builds of torch
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() != world_size:
         return
     found: list[str] = [""] * world_size
@@ -384,6 +385,6 @@ def _check_ranks(packs: str, world_size: int) -> None:
     others = [str(rank) for rank, each in enumerate(found) if each != found[0]]
     if others:
         raise StoreError(
-            f"rank {', '.join(others)} sees other packs than rank 0, so that samples would come twice or never: start "
-            "the ranks again when nothing adds to the cache or compacts it, with the same cache for each"
+            f"rank {', '.join(others)} sees other packs than rank 0, so samples would come twice or never: restart the "
+            "ranks with one cache, while nothing adds to it or compacts it"
         )

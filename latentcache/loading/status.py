@@ -1,4 +1,4 @@
-"""What a cache holds, and whether it is whole, for people and scripts: of a directory or of a service."""
+"""Reports on what a cache holds and whether it is complete, for a directory, a bucket or a service."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from latentcache.utils.progress import Progress
 from latentcache.utils.wording import MAX_NAMED, cut_note
 
 MIN_PREFIX = 6
-"""Fewest digits that may stand for a key."""
+"""Minimum length of an abbreviated key, in digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestStatus:
-    """One manifest: how many of its samples are complete, refused, or lack an entry."""
+    """One manifest, with counts of its samples that are refused, lack an entry, and so on."""
 
     name: str
     role: str
@@ -38,25 +38,25 @@ class ManifestStatus:
     num_refused: int
     num_lost: int
     num_unverified: int
-    """Samples with an entry that was imported and not verified."""
+    """Samples with an entry that was imported but not verified."""
     imported_from: str | None
-    """The format that the manifest was imported from; None for what precache made."""
+    """The format that the manifest was imported from; None if precache made it."""
     num_cut: int | None = None
-    """Samples with a caption that is longer than the text encoders read; None where the cache is elsewhere."""
+    """Samples with a caption that is longer than the text encoders read; None for a remote cache."""
     cut: tuple[str, ...] = ()
-    """The sample_ids of the first of them."""
+    """The first sample_ids of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status(Report):
-    """A cache as a whole. Precache re-encodes what was lost and what is damaged."""
+    """The state of a whole cache. Precache re-encodes what is lost or damaged."""
 
     path: str
     store: dict[str, Any]
     num_unused: int
     """Entries that no manifest refers to: `prune` removes them."""
     num_damaged: int
-    """Entries whose bytes are not those that were stored."""
+    """Entries whose bytes do not match their digest."""
     num_lost: int
     """Samples that lack an entry."""
     num_refused: int
@@ -64,7 +64,7 @@ class Status(Report):
     manifests: tuple[ManifestStatus, ...]
 
     def to_text(self) -> str:
-        """The status for people."""
+        """The status in readable form."""
         entries = ", ".join(f"{count} {kind}" for kind, count in self.store["num_entries"].items())
         lines = [
             f"cache     {self.path}",
@@ -86,7 +86,7 @@ class Status(Report):
 
 
 def status(path: str | Path | CacheConfig) -> Status:
-    """Count what the cache at `path` (see `LatentCache`) holds: by the index, manifests and records of texts."""
+    """Count what the cache at `path` (see `LatentCache`) holds, from its index, manifests and records of texts."""
     store, manifests, location = opened(path)
     with store:
         captions = CutCaptions(store) if isinstance(store, DiskStore) else None
@@ -94,7 +94,7 @@ def status(path: str | Path | CacheConfig) -> Status:
 
 
 def opened(path: str | Path | CacheConfig) -> tuple[Store, Manifests, Path | str]:
-    """A cache, for reading. Not by LatentCache, which imports torch: that takes longer than all that is done here."""
+    """Open a cache for reading, without LatentCache: importing torch would take longer than everything done here."""
     options = path.remote_options() if isinstance(path, CacheConfig) else {}
     return open_cache(location_of(path), read_only=True, **options)
 
@@ -102,15 +102,15 @@ def opened(path: str | Path | CacheConfig) -> tuple[Store, Manifests, Path | str
 def status_of(
     store: Store, manifests: Manifests, path: Path | str | None, captions: CutCaptions | None = None
 ) -> Status:
-    """Count what a store and manifests that are open hold; see `status`. `path` names them."""
+    """Count what an open store and its manifests hold; see `status`. `path` is for the report."""
     present, stats = set(store.keys()), store.stats()
     if isinstance(store, DiskStore) and stats.num_packs < len(store.table.packs):
-        # Somebody removed files of packs that the index knows.
+        # Pack files that are in the index were deleted from outside.
         gone = store.table.packs.keys() - store.directory.pack_sizes().keys()
         locations = zip(present, store.look_up([*present]), strict=True)
         present = {key for key, location in locations if location is not None and location.pack.id not in gone}
     unused, counted = set(present), []
-    for manifest in filter(None, map(manifests.read, manifests.names())):  # one may be gone since it was listed
+    for manifest in filter(None, map(manifests.read, manifests.names())):  # a listed one may be gone by now
         rows, usable = manifest.rows, manifest.rows.usable()
         unused.difference_update(rows.entry_keys())
         cut = None
@@ -142,9 +142,9 @@ def status_of(
 
 
 def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:
-    """The record of one entry (by its key or at least 6 of its first digits), or of all entries of a sample.
+    """The record of one entry, given its key or at least its first 6 digits, or of all entries of a sample.
 
-    Raises StoreError when nothing, or more than one thing, goes by that name.
+    Raises StoreError if nothing, or more than one entry, matches.
     """
     store, manifests, _ = opened(path)
     with store:
@@ -162,9 +162,9 @@ def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:
 def verify(
     path: str | Path | CacheConfig, *, subset: tuple[int, int] | None = None, progress: Progress | None = None
 ) -> VerifyReport:
-    """Read every entry: see `upkeep.verify`. Of a service the packs are fetched, and compared with their digests here.
+    """Read every entry; see `upkeep.verify`. The packs of a remote cache are fetched and checked here.
 
-    A cache that cannot be written is checked all the same; only the marks are missing then.
+    A read-only cache is checked too, but damage is not marked in it.
     """
     location, options = location_of(path), path.remote_options() if isinstance(path, CacheConfig) else {}
     if isinstance(location, Path) or kind_of(location) == "hub":
@@ -174,7 +174,7 @@ def verify(
             return upkeep.verify(disk, subset=subset, progress=progress)
     from latentcache.remote.upkeep import verify as verify_far
 
-    # Without the local tier: what is there is to be read.
+    # Without the local tier, to read the remote bytes.
     with open_transport(location, retry_s=options.get("retry_s", RETRY_S)) as transport:
         transport.check()
         return verify_far(transport, subset=subset, progress=progress)
@@ -183,13 +183,11 @@ def verify(
 def _whole_key(store: Store, prefix: str) -> str:
     if len(prefix) < MIN_PREFIX or set(prefix) - set("0123456789abcdef"):
         raise StoreError(
-            f"{prefix!r} is no sample_id of this cache, and no key: give at least {MIN_PREFIX} hexadecimal digits"
+            f"{prefix!r} is neither a sample_id of this cache nor a key: give at least {MIN_PREFIX} hexadecimal digits"
         )
     found = [key for key in store.keys() if key.startswith(prefix)]
     if len(found) != 1:
-        raise StoreError(
-            f"{len(found)} keys start with {prefix!r}: give more digits, or look with `latentcache status`"
-        )
+        raise StoreError(f"{len(found)} keys start with {prefix!r}: give more digits, or see `latentcache status`")
     return found[0]
 
 
@@ -203,7 +201,7 @@ def _entry(store: Store, key: str) -> dict[str, Any]:
 
 
 def entry_json(record: Record, fields: Description) -> dict[str, Any]:
-    """An entry but for its tensors, as `show` and the page say it."""
+    """An entry without its tensors, as `show` and the web page report it."""
     return {
         "key": record.key,
         "kind": record.kind,

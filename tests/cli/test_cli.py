@@ -142,7 +142,7 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         ("precache", '"precache" parameter --config requires an argument'),
         ("explain a.pgn CONFIG", "did you mean 'a.png'?"),
         ("explain a.png", "latentcache explain SAMPLE CONFIG"),
-        ("show nothing CONFIG", "is no sample_id of this cache, and no key"),
+        ("show nothing CONFIG", "is neither a sample_id of this cache nor a key"),
         (f"show {'0' * 64} CONFIG", "0 keys start with"),
         ("status none.yaml --cache.path x", "none.yaml: no such cache directory and no such config"),
         ("verify CONFIG --subset x", "--subset is 'x'"),

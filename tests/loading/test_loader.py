@@ -120,7 +120,7 @@ def test_lost_samples_can_be_skipped(path: Path, prefetch: int, caplog: pytest.L
     assert [sum(name in line for line in logged) for name in ("c.png", "d.png")] == [1, 1]
     for rank in range(2):
         sampler = BucketBatchSampler(dataset, 1, rank=rank, world_size=2)
-        with pytest.raises(SampleError, match=r"no other sample is left in its batch.*no batch can be left out"):
+        with pytest.raises(SampleError, match=r"no other sample is left in its batch.*no batch can be skipped"):
             list(LatentLoader(sampler, device="cpu", damaged="skip", prefetch=prefetch))
 
 
@@ -209,11 +209,11 @@ def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:
         ({"output": "pixels"}, "output is 'pixels'; it must be one of latents, mean, moments"),
         ({"damaged": "ignore"}, "damaged is 'ignore'"),
         ({"output": "moments"}, "moments are stored unscaled"),
-        ({"encode": "precache"}, r"encode is a str; it is called.*partial\(run_precache"),
+        ({"encode": "precache"}, r"encode is a str; it must be a function.*partial\(run_precache"),
     ):
         with pytest.raises(StoreError, match=message):
             loader_of(dataset, **options)
-    with pytest.raises(StoreError, match="takes a sampler, which says what a batch is"):
+    with pytest.raises(StoreError, match="needs a sampler, not a dataset"):
         LatentLoader(dataset, device="cpu")  # type: ignore[arg-type]  # what one tries first
     with pytest.raises(StoreError, match="items has no batch: use a batch_size below 100"):
         BucketBatchSampler(dataset, 100, drop_last=True)

@@ -111,7 +111,7 @@ def test_whatever_reads_texts_says_what_to_do(alone: Config) -> None:
     with pytest.raises(StoreError, match="some of photos, whole have cached texts, others latents alone"):
         LatentDataset(alone.cache.path, ["photos", "whole"])
     with LatentCache(alone.cache.path) as cache:
-        with pytest.raises(StoreError, match="say whose"):
+        with pytest.raises(StoreError, match="choose with"):
             cache.prompt("", device="cpu")
         assert cache.restricted("whole").prompt("", device="cpu")["prompt_embeds"].shape[0] == 1
 
