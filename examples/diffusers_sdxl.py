@@ -1,6 +1,6 @@
-"""diffusers with cached prompts and latents: a pipeline without its text encoders, and a training script's data.
+"""diffusers with cached prompts and latents: a pipeline without text encoders, and a training script's data.
 
-`python scripts/quickstart.py` lays out the photos that the config names.
+Run `python scripts/quickstart.py` first: it creates the photos that the config names.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ def main() -> None:
     run_precache(config)
     pipe = tiny_photos_pipeline()  # yours: StableDiffusionXLPipeline.from_pretrained(..., text_encoder=None, ...)
 
-    # Images, bit for bit those of the pipeline with its text encoders.
+    # The images are bit-identical to those of the pipeline with its text encoders.
     with LatentCache(config.cache.path) as cache:
         inputs = prompt_kwargs(cache, config.validation.prompts[0], config.validation.negative_prompt, device=pipe)
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     image = pipe(**inputs, **{name: getattr(config.validation, name) for name in names}).images[0]
     image.save("cache/diffusers_sdxl.png")
 
-    # What train_text_to_image_sdxl.py calls precomputed_dataset and train_dataloader.
+    # The precomputed_dataset and train_dataloader of train_text_to_image_sdxl.py.
     precomputed_dataset = PrecomputedDataset(LatentDataset(config.cache.path, config.datasets[0].name))
     train_dataloader = data_loader(precomputed_dataset, batch_size=4, seed=0)
     for batch in train_dataloader:
-        # The script's own loop goes on here, with the bucket in the time ids.
+        # The script's own loop continues here, with the bucket in the time ids.
         print(tuple(batch["model_input"].shape), batch["original_sizes"], time_ids(batch, device=pipe.unet)[0].tolist())
 
 

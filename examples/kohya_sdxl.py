@@ -1,11 +1,11 @@
-"""SDXL in kohya's sd-scripts on cached data: no fork of it, and no file beside the images.
+"""SDXL in kohya's sd-scripts on cached data, without a fork of sd-scripts and without files beside the images.
 
-Copy this file into the folder of sd-scripts, name your cache in `make_batches`, and start its own script there:
+Copy this file into the sd-scripts folder, name your cache in `make_batches`, and run the usual script there:
 
     accelerate launch sdxl_train_network.py --dataset_class kohya_sdxl.CachedSdxl --resolution 1024,1024
         --cache_latents --cache_text_encoder_outputs --network_train_unet_only ...
 
-sd-scripts still loads the text encoders and the VAE once, and parks them; it encodes nothing.
+sd-scripts still loads the text encoders and the VAE once, and parks them, but encodes nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from latentcache import BucketBatchSampler, CachedBatches, LatentDataset
 
 
 def make_batches() -> CachedBatches:
-    """The batches to train on. Latents are not scaled: sd-scripts does that."""
+    """The batches to train on. Their latents are unscaled: sd-scripts scales them."""
     dataset = LatentDataset("cache/quickstart", "photos", caption="random")
     return CachedBatches(BucketBatchSampler(dataset, batch_size=4, seed=0), dtype=torch.float32)
 
 
 class CachedSdxl(MinimalDataset):
-    """A dataset as `load_arbitrary_dataset` of sd-scripts makes it; each item is a whole batch."""
+    """A dataset for `load_arbitrary_dataset` of sd-scripts. Each item is a whole batch."""
 
     def __init__(self, tokenizer: Any, max_token_length: int | None, resolution: Any, debug_dataset: bool):
         super().__init__(resolution, 1.0, debug_dataset)
@@ -34,7 +34,7 @@ class CachedSdxl(MinimalDataset):
         self.batch_size, self.num_train_images, self.img_count = sampler.batch_size, *2 * [len(sampler.dataset)]
 
     def set_current_epoch(self, epoch: int) -> None:
-        """The collator calls this, after the first batch of an epoch is read: that one is of the epoch before."""
+        """Called by the collator after an epoch's first batch was read, so that batch belongs to the previous epoch."""
         self.batches.set_epoch(epoch)
         super().set_current_epoch(epoch)
 
@@ -56,7 +56,7 @@ class CachedSdxl(MinimalDataset):
     def __getitem__(self, number: int) -> dict[str, Any]:
         batch = self.batches[number]
         both, pooled, sizes = batch["prompt_embeds"], batch["pooled_prompt_embeds"], batch["add_time_ids"]
-        # The second encoder's hidden states are as wide as its pooled output; the rest are the first one's.
+        # The second encoder's hidden states are as wide as its pooled output; the other columns are the first one's.
         clip_l, clip_g = both.split([both.shape[-1] - pooled.shape[-1], pooled.shape[-1]], dim=-1)
         return {
             "latents": batch["latents"],

@@ -1,7 +1,7 @@
-"""OneTrainer on latentcache: its scripts/train.py with one more call.
+"""OneTrainer on latentcache: OneTrainer's scripts/train.py plus one call.
 
-Run it in OneTrainer's environment and folder: `python onetrainer_install.py --config-path config.json`. Nothing of
-OneTrainer is changed on disk. The first start encodes; every later one encodes what is new.
+Run it in OneTrainer's environment and folder: `python onetrainer_install.py --config-path config.json`. Nothing is
+changed on disk. The first run encodes everything, later runs only what is new.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from latentcache.integrations import onetrainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--config-path", required=True)
-parser.add_argument("--cache-dir", default="latents", help="may be shared by all runs; OneTrainer never empties it")
+parser.add_argument("--cache-dir", default="latents", help="may be shared by all runs; OneTrainer never clears it")
 
 
 def main() -> None:
@@ -29,8 +29,8 @@ def main() -> None:
     commands = TrainCommands()
     trainer = create.create_trainer(config, TrainCallbacks(), commands)
 
-    # The one call. From here on OneTrainer's data loaders make a LatentCacheModule where they made mgds' DiskCache.
-    # `model` lets the cache put every part back on the device where it was, after each time that it encoded.
+    # The additional call: OneTrainer's data loaders now create a LatentCacheModule in place of mgds' DiskCache. `model`
+    # lets the cache move every part back to its device after encoding.
     undo = onetrainer.install(
         model=lambda: trainer.model, cache_dir=arguments.cache_dir, should_stop=commands.get_stop_command
     )

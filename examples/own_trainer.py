@@ -1,7 +1,7 @@
-"""A trainer of your own on cached data: SDXL's UNet, a checkpoint, and a resume in the middle of an epoch.
+"""Your own trainer on cached data: SDXL's UNet, a checkpoint, and a resume in the middle of an epoch.
 
-`python scripts/quickstart.py` lays out the photos that the config names. With a config and a pipeline of your own this
-is a whole full fine-tuning, except for mixed precision and a learning rate schedule.
+Run `python scripts/quickstart.py` first: it creates the photos that the config names. With your own config and pipeline
+this is a complete full fine-tuning, except for mixed precision and a learning rate schedule.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NUM_STEPS = 6
 
 
 def loss_of(unet: torch.nn.Module, scheduler: DDPMScheduler, batch: dict[str, Any]) -> torch.Tensor:
-    """The loss of a batch, as this model was trained."""
+    """The loss of a batch, with the objective that this model was trained on."""
     latents = batch["latents"]
     noise = torch.randn_like(latents)
     timesteps = torch.randint(1000, (len(latents),), device=latents.device)
     noisy = scheduler.add_noise(latents, noise, timesteps)
     conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
     predicted = unet(noisy, timesteps, batch["prompt_embeds"], added_cond_kwargs=conditions).sample
-    # SDXL itself predicts the noise; where `prediction_type` is "epsilon", that is the target.
+    # This model predicts velocity. SDXL itself predicts noise (`prediction_type` "epsilon"), which is then the target.
     return F.mse_loss(predicted.float(), scheduler.get_velocity(latents, noise, timesteps).float())
 
 
 def make_loader(config: Config, unet: torch.nn.Module) -> LatentLoader:
-    """Batches of one bucket each, on the UNet's device, with a random caption of each image."""
+    """Batches of one bucket each, on the UNet's device, with a random caption for each image."""
     photos = config.datasets[0]
     dataset = LatentDataset(config.cache.path, photos.name, flips=photos.flip, caption="random")
     return LatentLoader(BucketBatchSampler(dataset, batch_size=4, seed=0), device=unet, scaled=True)
@@ -49,7 +49,7 @@ def make_loader(config: Config, unet: torch.nn.Module) -> LatentLoader:
 def main() -> None:
     torch.manual_seed(0)
     config = load_config("configs/quickstart.yaml")
-    report = run_precache(config)  # encodes what is not cached; the second time that is nothing
+    report = run_precache(config)  # encodes what is not cached yet: nothing on a second run
     print(f"{report.num_hits} entries were cached, {report.num_encoded} were encoded")
 
     pipe = tiny_photos_pipeline()  # yours, on its device
@@ -65,10 +65,10 @@ def main() -> None:
         extra = {"loader": loader.state_dict()}
         save_checkpoint("cache/own-trainer", model=unet, optimizer=optimizer, step=NUM_STEPS, extra=extra)
 
-    state = load_checkpoint("cache/own-trainer", model=unet, optimizer=optimizer)  # onto the devices they are on
+    state = load_checkpoint("cache/own-trainer", model=unet, optimizer=optimizer)  # onto their present devices
     with make_loader(config, unet) as loader:
         loader.load_state_dict(state.extra["loader"])
-        print(f"resumed after step {state.step}: next are {next(iter(loader))['sample_id']}")
+        print(f"resumed after step {state.step}: next batch: {next(iter(loader))['sample_id']}")
 
 
 if __name__ == "__main__":

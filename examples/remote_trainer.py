@@ -1,11 +1,11 @@
-"""A trainer whose cache is a service: no photo, no encoder and no copy of the cache on this machine.
+"""A trainer that reads its cache from a service: this machine needs no photos, no encoders and no copy of the cache.
 
-On the machine that has the cache: `latentcache serve cache/quickstart`. Here, with the URL that it prints:
+On the machine with the cache, run `latentcache serve cache/quickstart`. Here, pass the URL that it prints:
 
     python examples/remote_trainer.py http://127.0.0.1:8765
 
-The token, if the server wants one, is in the variable LATENTCACHE_TOKEN. What the first epoch reads is kept in
-cache/remote-tier, so that the second one does not touch the network.
+If the server needs a token, set the variable LATENTCACHE_TOKEN. What the first epoch reads is kept in
+cache/remote-tier, so the second epoch does not use the network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(url: str) -> None:
     torch.manual_seed(0)
     with LatentCache(url) as cache:
         name = cache.dataset_names()[0]
-        print(f"{url} has {len(cache.sample_ids())} samples; {name} is trained on")
+        print(f"{url} has {len(cache.sample_ids())} samples; training on {name}")
     unet, scheduler = tiny_denoiser(), DDPMScheduler()  # yours, on its device
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
     dataset = LatentDataset(url, name, caption="random", **LOCAL)
@@ -45,7 +45,7 @@ def main(url: str) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            print(f"epoch {epoch}: loss of its last batch {loss.item():.4f}")
+            print(f"epoch {epoch}: loss of the last batch {loss.item():.4f}")
 
 
 if __name__ == "__main__":

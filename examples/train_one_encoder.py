@@ -1,7 +1,7 @@
-"""Train one of SDXL's two text encoders, with the cached output of the other: the second one is never loaded.
+"""Train one of SDXL's two text encoders, with the cached output of the other, which is never loaded.
 
-`python scripts/quickstart.py` lays out the photos that the config names. The embeddings of a caption in the cache are
-the columns of both encoders side by side; each step replaces those of the encoder that is trained by live ones.
+Run `python scripts/quickstart.py` first: it creates the photos that the config names. Cached embeddings have the
+columns of both encoders side by side; each step replaces the trained encoder's columns by live ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NUM_STEPS = 4
 def main() -> None:
     torch.manual_seed(0)
     config = load_config("configs/quickstart.yaml")
-    run_precache(config)  # encodes what is not cached; the second time that is nothing
+    run_precache(config)  # encodes what is not cached yet: nothing on a second run
 
-    pipe = tiny_photos_pipeline()  # yours: of its encoders the first is used
+    pipe = tiny_photos_pipeline()  # yours; only its first text encoder is used
     unet, tokenizer, scheduler = pipe.unet, pipe.tokenizer, DDPMScheduler.from_config(pipe.scheduler.config)
     encoder = pipe.text_encoder.requires_grad_(True).train()
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-4)
@@ -31,7 +31,7 @@ def main() -> None:
     with LatentLoader(BucketBatchSampler(dataset, batch_size=4, seed=0), device=unet, scaled=True) as loader:
         for step, batch in zip(range(1, NUM_STEPS + 1), loader.forever(), strict=False):
             tokens = tokenizer(batch["caption"], padding="max_length", truncation=True, return_tensors="pt").input_ids
-            live = encoder(tokens.to(encoder.device), output_hidden_states=True).hidden_states[-2]  # as SDXL reads it
+            live = encoder(tokens.to(encoder.device), output_hidden_states=True).hidden_states[-2]  # SDXL's layer
             texts = batch["prompt_embeds"].clone()
             if step == 1:
                 print(f"before training, live and cached differ by {(live - texts[..., columns]).abs().max():.0e}")

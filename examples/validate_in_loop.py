@@ -1,7 +1,7 @@
-"""Validation in the middle of a training loop: the loss on held-out photos, sample images, and training as it was.
+"""Validation inside a training loop: the loss on held-out photos, and sample images; training continues undisturbed.
 
-`python scripts/quickstart.py` lays out the photos that the config names. The encoders are among the parts, so the first
-validation encodes the held-out photos itself. Without them, run `latentcache precache` before.
+Run `python scripts/quickstart.py` first: it creates the photos that the config names. The parts include encoders, so
+the first validation encodes the held-out photos itself. Without encoders, run `latentcache precache` before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     parts = {name: part for name, part in pipe.components.items() if part is not None}
     unet = parts["unet"].requires_grad_(True)
     optimizer = parts["optimizer"] = torch.optim.AdamW(unet.parameters(), lr=1e-3)
-    phases = Phases(parts, device="cpu")  # your accelerator: the UNet goes there, frozen parts are parked on the CPU
+    phases = Phases(parts, device="cpu")  # yours: the UNet goes there, and frozen parts are parked on the CPU
     phases.start("train")
 
     dataset = LatentDataset(config.cache.path, config.datasets[0].name)
@@ -46,12 +46,12 @@ def main() -> None:
             noisy = noise_schedule.add_noise(latents, noise, timesteps.to(latents.device))
             conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
             predicted = unet(noisy, timesteps, batch["prompt_embeds"], added_cond_kwargs=conditions).sample
-            target = noise_schedule.get_velocity(latents, noise, timesteps)  # where the model predicts noise: noise
+            target = noise_schedule.get_velocity(latents, noise, timesteps)  # or the noise, if the model predicts noise
             F.mse_loss(predicted.float(), target).backward()
             optimizer.step()
             optimizer.zero_grad()
             if step % 3 == 0:
-                report = runner.run(step)  # weights, optimizer, gradients and random streams are the same afterwards
+                report = runner.run(step)  # leaves weights, optimizer, gradients and random streams unchanged
                 print(report.to_text())
                 print(f"images, plot and metrics.json: {runner.paths.folder}")
 

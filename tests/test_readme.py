@@ -164,7 +164,7 @@ def test_what_reads_from_a_service_runs(
         monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.token))
         monkeypatch.setattr(sys, "argv", ["remote_trainer.py", server.url])
         runpy.run_path(str(ROOT / "examples" / "remote_trainer.py"), run_name="__main__")
-    assert re.search(r"epoch 1: loss of its last batch \d", capsys.readouterr().out)
+    assert re.search(r"epoch 1: loss of the last batch \d", capsys.readouterr().out)
     assert list((in_quickstart / "cache" / "remote-tier").glob("*/packs/*/*.safetensors"))
 
 
@@ -173,7 +173,7 @@ def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixt
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
     if name == "own_trainer":
-        assert "0 were encoded" in out and "resumed after step 6: next are" in out
+        assert "0 were encoded" in out and "resumed after step 6: next batch" in out
     elif name == "diffusers_sdxl":
         assert (in_quickstart / "cache" / "diffusers_sdxl.png").exists() and "(4, 4, 32, 32)" in out
     elif name == "train_one_encoder":
