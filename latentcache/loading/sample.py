@@ -179,7 +179,7 @@ class ManifestSamples:
 
     def check(self, numbers: np.ndarray) -> None:
         """SampleError for the first of these rows that was refused, or is unverified and may not be read."""
-        for at in np.flatnonzero(~self._readable[numbers])[:1].tolist():
+        for at in (~self._readable[numbers]).nonzero()[0][:1].tolist():
             sample_id, refusal = self.rows.sample_ids[int(numbers[at])], self.rows.refusals.get(int(numbers[at]))
             if refusal is None:
                 raise unverified_error(sample_id, self.manifest.imported_from)
@@ -216,7 +216,7 @@ class ManifestSamples:
         firsts = counts.cumsum() - counts
         images = np.append(places, 0)[firsts]
         roles = np.append(self.rows.columns["image/role"][places], 0)[firsts]
-        for at in np.flatnonzero((counts == 0) | (roles != 0))[:1].tolist():
+        for at in ((counts == 0) | (roles != 0)).nonzero()[0][:1].tolist():
             what, remedy = "flipped" if flips[at] else "image", f"set `flip: true` for the dataset and {PRECACHE}"
             raise SampleError(self.rows.sample_ids[int(numbers[at])], f"has no {what} entry", remedy)
         return images, places, counts
@@ -253,7 +253,7 @@ class ManifestSamples:
         images, places, counts = self.places(numbers, flips, crops)
         starts, ends = rows.ranges("caption", numbers)
         texts = starts + captions
-        for at in np.flatnonzero((captions < 0) | (texts >= ends))[:1].tolist():
+        for at in ((captions < 0) | (texts >= ends)).nonzero()[0][:1].tolist():
             lines, line = np.array([ends[at] - starts[at], captions[at]]) // self.manifest.variants
             reason = f"has {counted(int(lines), 'caption')}, but number {line} was requested"
             raise SampleError(rows.sample_ids[int(numbers[at])], reason, "request a smaller number")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -105,8 +106,7 @@ def description_of(*fields: tuple[str, str, tuple[int, ...]]) -> Description:
     return {name: (dtype, shape) for name, dtype, shape in fields}
 
 
-@dataclass(frozen=True, slots=True)
-class EntryArrays:
+class EntryArrays(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One entry's verified bytes: an array [1, *shape] for each field of `description`, in its order.
 
     Arrays are of the dtypes in ARRAY_DTYPES and must not be written to. Entries with equal fields share one

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -113,8 +114,8 @@ class Pack:
         ]
 
 
-class Location(NamedTuple):
-    """Where one entry lies: a row of a pack. `digest` is that of its payload (`entry.payload_digest`), 16 bytes."""
+class Location(msgspec.Struct, frozen=True, gc=False):  # made for each entry of a batch: faster than a tuple with names
+    """Where one entry lies: a row of a pack. `digest` is its payload's digest (`entry.payload_digest`), 16 bytes."""
 
     pack: Pack
     row: int
@@ -126,15 +127,18 @@ class Location(NamedTuple):
         """The pack's id and the row: two locations with one place are the same."""
         return self.pack.id, self.row
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Where each field lies: (offset, number of bytes), by field. Of a ragged field: where its offsets lie."""
-        at, ranges = self.row - self.group.first, []
-        for column in self.group.columns:
+
+def byte_ranges(locations: Iterable[Location]) -> list[tuple[int, int]]:
+    """The byte ranges of these entries' fields in their pack: (offset, length). A ragged field gives its offsets'."""
+    ranges = []
+    for location in locations:
+        at = location.row - location.group.first
+        for column in location.group.columns:
             if column.offsets_start is None:
                 ranges.append((column.start + at * column.row_bytes, column.row_bytes))
             else:
                 ranges.append((column.offsets_start + at * OFFSET_BYTES, 2 * OFFSET_BYTES))
-        return ranges
+    return ranges
 
 
 @dataclass(slots=True, eq=False)

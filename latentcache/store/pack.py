@@ -323,10 +323,10 @@ def map_pack(path: Path, num_bytes: int) -> np.ndarray:
             raise unreadable(path, error) from error
 
 
-def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:
-    """Where the entry can be read in `data`, which `map_pack` gave: an array [1, *shape] for each field.
+def arrays_in(data: np.ndarray, key: str, location: Location, *, verify: bool = True) -> EntryArrays | str:
+    """The entry in `data` (of `map_pack`): an array [1, *shape] per field, or the reason why it is damaged.
 
-    ValueError if the offsets of a ragged field lie outside of the field's values.
+    Without `verify` its digest is not compared.
     """
     group, at = location.group, location.row - location.group.first
     arrays = []
@@ -335,23 +335,16 @@ def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:
         if column.offsets_start is not None:
             first, end = np.ndarray((2,), _INT64, data, column.offsets_start + at * _INT64.itemsize).tolist()
             if not 0 <= first < end <= column.num_rows:
-                raise ValueError(f"values {first} ... {end} of field {column.field}, which has {column.num_rows}")
+                return f"values {first} ... {end} of field {column.field}, which has {column.num_rows}"
             start, shape = column.start + first * column.row_bytes, (end - first, *column.shape)
         arrays.append(np.ndarray((1, *shape), ARRAY_DTYPES[column.dtype], data, start))
-    if not group.ragged:
-        return EntryArrays(group.description, tuple(arrays))
-    fields = [(c.field, c.dtype, a.shape[1:]) for c, a in zip(group.columns, arrays, strict=True)]
-    return EntryArrays(description_of(*fields), tuple(arrays))
-
-
-def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArrays | str:
-    """The entry's arrays in `data`, which `map_pack` gave and in which it ends, or why they are not what was stored."""
-    try:
-        found = arrays_in(data, location)
-    except ValueError as error:
-        return str(error)
-    digest_now = payload_digest(key, found.description, found.arrays)
-    return found if digest_now == location.digest else f"digest {digest_now.hex()}, stored as {location.digest.hex()}"
+    description = group.description
+    if group.ragged:
+        fields = zip(group.columns, arrays, strict=True)
+        description = description_of(*[(column.field, column.dtype, array.shape[1:]) for column, array in fields])
+    if verify and (found := payload_digest(key, description, arrays)) != location.digest:
+        return f"digest {found.hex()}, stored as {location.digest.hex()}"
+    return EntryArrays(description, tuple(arrays))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -408,7 +401,7 @@ class WholePack:
 
     def verified(self, key: str, location: Location) -> EntryArrays | str:
         """The entry's arrays where the index says, or why they are not what was stored."""
-        return verified_arrays(self.data, key, location) if self.is_at(key, location) else DISAGREE
+        return arrays_in(self.data, key, location) if self.is_at(key, location) else DISAGREE
 
     def problem(self, key: str, location: Location) -> str | None:
         """Why an entry is not what was stored, by its payload or its record. None: it is."""

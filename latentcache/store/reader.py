@@ -1,4 +1,4 @@
-"""PackReader: entries that are read from mapped packs on this disk, and verified once."""
+"""PackReader: reads entries from memory-mapped packs on this disk and verifies each entry once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -17,78 +17,79 @@ from typing_extensions import override
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreError
 from latentcache.store.base import Store, StoreStats
 from latentcache.store.entry import Description, EntryArrays
-from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack, verified_arrays
+from latentcache.store.layout import Location, Pack, byte_ranges
+from latentcache.store.pack import DISAGREE, WholePack, arrays_in, map_pack
 from latentcache.store.table import LocationTable
 from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import open_to_read, unreadable
 
-_MAX_RECORDS = 8  # packs whose records are kept open
-_MAX_ADVISED = 32  # packs that are not asked for again, of 2 GB: more than are read at once, and less than memory has
+_MAX_RECORDS = 8  # packs whose records stay open
+_MAX_ADVISED = 32  # packs not prefetched again, 2 GB of them: more than are read at once, less than memory holds
+_pack_id = attrgetter("pack.id")
 
 
 class _Mapping(NamedTuple):
-    """The file of a pack, its number and size, its bytes, and which of its entries were found good: a flag a row."""
+    """A mapped pack: its path, inode and size, its bytes, and a flag per row that is set once the row is verified."""
 
     path: Path
     file: tuple[int, int]
     data: np.ndarray
-    good: np.ndarray
+    good: bytearray
 
 
 class PackReader(Store):
-    """A store whose entries lie in packs on this disk, or come there when they are read. Any thread may use it.
+    """A store whose entries lie in packs on this disk, or are fetched to it on demand. It is thread-safe.
 
         keys -> look_up (which pack, which row) -> path_of (the pack's file here) -> mapped bytes -> arrays
 
-    A pack is mapped when it is first read. An entry is compared with its digest when it is first read; what does not
-    fit is given to `relocate`.
+    A pack is mapped on its first read. An entry is compared with its digest on its first read; `relocate` handles a
+    mismatch.
     """
 
     def __init__(self, name: str) -> None:
-        """`name` is what errors call it."""
+        """`name` identifies the store in errors."""
         self._name, self._is_closed = name, False
         self._maps: dict[str, _Mapping] = {}
         self._whole_pack = lru_cache(_MAX_RECORDS)(WholePack.in_file)
-        # No bytes: to the end. Each batch of a pack asks for it.
+        # Every batch requests its packs again. A length of 0 means up to the end.
         self._advise_whole = lru_cache(_MAX_ADVISED)(lambda pack: self._advise_ranges(pack, [(0, 0)]))
 
     @property
     def table(self) -> LocationTable:
-        """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
+        """Known locations and damage reasons, without a look at the index. StoreError if the store is closed."""
         raise NotImplementedError
 
     def current(self) -> AbstractContextManager[LocationTable]:
-        """The table, as the index is now. It does not change while the block runs."""
+        """The table, in sync with the index. It does not change inside the block."""
         raise NotImplementedError
 
     def pack_sizes(self) -> Mapping[str, int]:
-        """Bytes of the file of each pack that there is, by id."""
+        """File size of each existing pack, by id."""
         raise NotImplementedError
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
-        """Where the entries lie, None for those that are not there. StoreError for what is no key."""
+        """The location of each entry, None if it is missing. StoreError for an invalid key."""
         raise NotImplementedError
 
     def path_of(self, pack: str) -> Path:
-        """The file of a pack, by its id."""
+        """The file of the pack with this id."""
         raise NotImplementedError
 
     def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
-        """Where an entry lies now that is not what was stored (`problem`), as this read found `num_looks` times.
+        """The new location of an entry whose bytes were wrong (`problem`) in `num_looks` attempts of this read.
 
         EntryMissingError, EntryDamagedError.
         """
         raise NotImplementedError
 
     def bring(self, packs: set[str]) -> None:
-        """Bring the files of these packs to this disk, if they are elsewhere, and note that they are used."""
+        """Fetch the files of these packs to this disk if they are remote, and record that the packs are used."""
         raise NotImplementedError
 
     # Looking up
 
     def locate(self, keys: Sequence[str]) -> list[Location]:
-        """Where the entries lie. EntryMissingError, EntryDamagedError; StoreError for what is no key."""
+        """The location of each entry. EntryMissingError, EntryDamagedError; StoreError for an invalid key."""
         locations = list[Location]()
         for key, location in zip(keys, self.look_up(keys), strict=True):
             if location is None:
@@ -131,18 +132,19 @@ class PackReader(Store):
 
     @override
     def describe(self, key: str) -> Description:
-        group = self.locate([key])[0].group  # which imports no torch; lengths are in the pack alone
+        group = self.locate([key])[0].group  # imports no torch; only the pack knows the lengths of ragged fields
         return dict(self.rows([key])[0].description if group.ragged else group.description)
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         locations = self.locate(keys)
-        self.bring({location.pack.id for location in locations})
-        maps = [self._maps.get(location.pack.id) for location in locations]
-        known = zip(locations, maps, strict=True)
-        if unread := [each for each, mapping in known if mapping is None or not mapping.good[each.row]]:
+        packs = {location.pack.id for location in locations}
+        self.bring(packs)
+        maps, fresh = {pack: self._maps.get(pack) for pack in packs}, dict[str, _Mapping]()
+        unread = [each for each in locations if (found := maps[each.pack.id]) is None or not found.good[each.row]]
+        if unread:
             self._advise(unread)
-        return [self._read(key, location) for key, location in zip(keys, locations, strict=True)]
+        return [self._read(key, location, fresh) for key, location in zip(keys, locations, strict=True)]
 
     @override
     def get(self, key: str) -> Entry:
@@ -172,29 +174,29 @@ class PackReader(Store):
         found = self.table.look_up(list(dict.fromkeys(keys)))
         self._advise([location for location in found if location is not None], whole_packs=whole_packs)
 
-    def _read(self, key: str, location: Location) -> EntryArrays:
-        """The entry's arrays, mapped, and compared with its digest the first time, where they lie now."""
+    def _read(self, key: str, location: Location, fresh: dict[str, _Mapping]) -> EntryArrays:
+        """The entry's arrays, mapped, and verified on their first read. `fresh`: packs that this call has mapped."""
         num_looks = 0
         while True:
-            mapping = self._maps.get(location.pack.id)
+            pack, mapping = location.pack.id, self._maps.get(location.pack.id)
             try:
-                if mapping is not None and mapping.good[location.row]:
-                    return arrays_in(mapping.data, location)
-                mapping = self._map(location.pack)
-                found = verified_arrays(mapping.data, key, location)
+                if not (is_good := mapping is not None and mapping.good[location.row]):
+                    mapping = fresh[pack] = fresh.get(pack) or self._map(location.pack)
+                found = arrays_in(mapping.data, key, location, verify=not is_good)
                 if not isinstance(found, str):
-                    mapping.good[location.row] = True  # of these bytes: another thread may map others
+                    mapping.good[location.row] = True  # in this mapping: another thread may have mapped another file
                     return found
                 problem = found
-            except (PackError, ValueError) as error:
+            except PackError as error:
                 problem = str(error)
             num_looks += 1
+            fresh.clear()
             location = self.relocate(key, location, problem, num_looks)
 
     def _map(self, pack: Pack) -> _Mapping:
-        """The mapped pack, as its file is now. PackError: it is gone, or shorter than it was written.
+        """Map the pack's current file. PackError if it is missing, or shorter than it was written.
 
-        A plain StoreError: it cannot be read now, which says nothing about its bytes.
+        A plain StoreError means that it cannot be read now; it says nothing about the bytes.
         """
         mapping = self._maps.get(pack.id)
         path = self.path_of(pack.id) if mapping is None else mapping.path
@@ -202,29 +204,29 @@ class PackReader(Store):
             status = path.stat()
             file = status.st_ino, status.st_size
             if mapping is None or mapping.file != file:
-                # It may be another file now, or cut short: touching bytes that are gone would kill the process.
+                # The file may have been replaced or truncated: touching missing bytes would kill the process.
                 data = map_pack(path, pack.file_bytes)
-                mapping = self._maps[pack.id] = _Mapping(path, file, data, np.zeros(pack.num_entries, bool))
+                mapping = self._maps[pack.id] = _Mapping(path, file, data, bytearray(pack.num_entries))
         except FileNotFoundError as error:
-            if mapping is None:  # a mapped file stays readable after its name is gone
+            if mapping is None:  # a mapped file stays readable after it was unlinked
                 raise PackError(path, "its pack is gone") from error
         except OSError as error:
             raise unreadable(path, error) from error
         return mapping
 
     def _advise(self, locations: Iterable[Location], *, whole_packs: bool = False) -> None:
-        """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
+        """Ask the system to load these entries into the page cache, without waiting.
 
-        Where a system takes no such advice (macOS, Windows), or a pack cannot be opened, nothing is done: the read
-        that follows says why.
+        A no-op if the system takes no such advice (macOS, Windows) or a pack cannot be opened: the read that follows
+        reports the reason.
         """
         if not hasattr(os, "posix_fadvise"):
             return
-        for pack, together in groupby(sorted(locations, key=attrgetter("pack.id")), key=attrgetter("pack.id")):
+        for pack, together in groupby(sorted(locations, key=_pack_id), key=_pack_id):
             if whole_packs:
                 self._advise_whole(pack)
             else:
-                self._advise_ranges(pack, chain.from_iterable([each.ranges() for each in together]))
+                self._advise_ranges(pack, byte_ranges(together))
 
     def _advise_ranges(self, pack: str, ranges: Iterable[tuple[int, int]]) -> None:
         with suppress(OSError, StoreError):
@@ -235,27 +237,27 @@ class PackReader(Store):
             finally:
                 os.close(fd)
 
-    # What is kept of packs
+    # Releasing
 
     def invalidate(self, locations: Iterable[Location]) -> None:
-        """Verify these entries again before they are read: they may not be what was stored."""
+        """Verify these entries again on their next read: their bytes may have changed."""
         for location in locations:
             mapping = self._maps.get(location.pack.id)
             if mapping is not None:
                 mapping.good[location.row] = False
 
     def release(self, packs: Iterable[str]) -> None:
-        """Release what is kept of these packs. Arrays that were returned keep their memory."""
+        """Drop the mappings of these packs. Arrays that were returned keep their memory alive."""
         for pack in packs:
             self._maps.pop(pack, None)
         self._whole_pack.cache_clear()
 
     def close(self) -> None:
-        """Release files. What was returned stays readable."""
+        """Release all files. Arrays that were returned stay readable."""
         self._is_closed = True
         self.release(list(self._maps))
 
     def check_open(self) -> None:
-        """StoreError if it was closed."""
+        """StoreError if the store was closed."""
         if self._is_closed:
             raise StoreError(f"{self._name}: the store is closed; open it again")

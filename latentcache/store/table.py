@@ -155,7 +155,7 @@ class LocationTable:
             words = key_words(keys[start : start + _CHUNK])
             for number, part in enumerate(parts):
                 positions = part.positions(words)
-                here = np.flatnonzero(positions >= 0)
+                [here] = (positions >= 0).nonzero()
                 yield number, start + here, positions[here]
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
