@@ -1,4 +1,4 @@
-"""What every store promises."""
+"""The contract that every store implements."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Report:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON, and `ok` where a report says so."""
+        """The fields as JSON, plus `ok` if the report has that property."""
         fields: dict[str, Any] = asdict(self)  # type: ignore[call-overload]  # each report is a dataclass
         return fields | ({"ok": self.ok} if hasattr(self, "ok") else {})
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats(Report):
-    """Counts and sizes of a store. `payload_bytes` are those of live entries, `file_bytes` those of the packs."""
+    """Counts and sizes of a store. `payload_bytes` counts live entries only; `file_bytes` is the size of all packs."""
 
     num_entries: dict[str, int]
     num_damaged: int
@@ -40,10 +40,10 @@ class StoreStats(Report):
 
 
 class Closing(Protocol):
-    """Something that has files or memory to release."""
+    """An object that holds files or memory until it is closed."""
 
     def close(self) -> None:
-        """Release them. Using the object afterwards is a StoreError."""
+        """Release everything that is held. Using the object afterwards raises StoreError."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,81 +53,80 @@ class Closing(Protocol):
 
 
 class Store(Closing, Protocol):
-    """Immutable entries by key. Keys are 64 lower-case hexadecimal digits, anything else is a StoreError.
+    """Immutable entries by key. A key is 64 lowercase hexadecimal digits; anything else raises StoreError.
 
-    EntryMissingError: there is no such entry. EntryDamagedError: its bytes are not those that were stored; it counts
-    as absent (`find`) until it is added again.
+    EntryMissingError: there is no such entry. EntryDamagedError: its bytes are not those that were stored; the entry
+    counts as missing (`find`) until it is added again.
     """
 
     read_only: bool
 
     def writer(self) -> Writer:
-        """A context manager that adds entries in the background. ReadOnlyError, StoreBusyError."""
+        """Return a context manager that adds entries in the background. ReadOnlyError, StoreBusyError."""
 
     def add(self, entries: Iterable[Entry]) -> int:
-        """Add entries and return how many are new. Durable on return. Entries that are there stay as they are."""
+        """Add entries durably and return how many were new. Existing entries are left unchanged."""
         with self.writer() as writer:
             for entry in entries:
                 writer.add(entry)
         return writer.num_added
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        """Find which of the keys have entries."""
+        """The keys that have entries."""
 
     def can_tell(self) -> bool:
-        """Whether what `find` does not find is not there. False where packs exist that could not be read."""
+        """Whether a key that `find` leaves out is certainly missing. False if a pack exists that could not be read."""
         return True
 
     def get(self, key: str) -> Entry:
         """The entry, with CPU tensors that the caller owns. EntryMissingError, EntryDamagedError."""
 
     def record(self, key: str) -> Record:
-        """What the entry is and how it was made, without its tensors. EntryMissingError, EntryDamagedError."""
+        """The entry's identity and provenance, without its tensors. EntryMissingError, EntryDamagedError."""
         return self.get(key).record
 
     def describe(self, key: str) -> Description:
-        """Each field's dtype name and shape. EntryMissingError, EntryDamagedError."""
+        """The dtype name and shape of each field. EntryMissingError, EntryDamagedError."""
         return dict(self.rows([key])[0].description)
 
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         """The verified arrays of each entry; keys may repeat. EntryMissingError, EntryDamagedError.
 
-        The arrays keep their memory alive by reference, also after the entry was removed or the store was closed.
-        `batch.read_batch` makes batches of them.
+        The arrays stay readable after the entry is removed or the store is closed. `batch.read_batch` stacks them.
         """
 
     def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
-        """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
+        """Hint that these entries are read soon, so that a store can load them in the background.
 
-        `whole_packs`: so is all that lies in their packs. It waits for nothing, and passes over what is not there.
+        `whole_packs` prefetches the whole packs that hold them. Does not block, and ignores missing entries.
         """
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Where entries lie, for who reads them in that order.
+        """The pack and row of each entry, for callers that read in pack order.
 
         Args:
             keys: The entries' keys.
 
         Returns:
-            Ids of packs, and for each key int64 [n, 2]: the number of its pack in the list (an id may be there twice),
-            and its row in the pack; -1 and -1 for an entry that is not there.
+            Pack ids (one may occur twice), and int64 [n, 2]: for each key the index of its pack in that list and its
+            row in the pack, or -1 and -1 if the entry is missing.
 
         Raises:
             StoreError: The store has no packs.
         """
         raise StoreError(
-            f"{type(self).__name__} does not say which packs its entries lie in: use order='random', or pull the "
-            "cache to a directory for order='packs'"
+            f"{type(self).__name__} has no packs to read in order: use order='random', or pull the cache to a "
+            "directory for order='packs'"
         )
 
     def keys(self) -> Iterator[str]:
-        """The keys of all entries that are there now."""
+        """The keys of all current entries."""
 
     def remove(self, keys: Iterable[str]) -> int:
-        """Remove entries and return how many there were. `upkeep.compact` frees their space."""
+        """Remove entries and return how many existed. `upkeep.compact` frees their space."""
 
     def damaged(self) -> dict[str, str]:
-        """Entries known to be damaged, with the reason, until they are added again or removed."""
+        """The reason for each entry known to be damaged, until it is added again or removed."""
 
     def stats(self) -> StoreStats:
-        """Counts and sizes."""
+        """Current counts and sizes."""

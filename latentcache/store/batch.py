@@ -1,4 +1,4 @@
-"""Rows stacked into one tensor per field; those of natural length are padded."""
+"""Stacks rows into one tensor per field, and pads fields of natural length."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from latentcache.types import Entry, Padding, Record
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ARRAY_DTYPES}
 """The dtypes that can be stored, by name."""
 CPU = torch.device("cpu")
-"""Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
+"""Passed wherever memory is allocated, so that the caller's `torch.set_default_device` has no effect on it."""
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Gives an array of this shape and dtype, whose values are arbitrary: `numpy.empty`, or a buffer that is used again."""
+"""Returns an uninitialized array of this shape and dtype: `numpy.empty`, or one that reuses a buffer."""
 Column = tuple[str, Sequence[np.ndarray]]
-"""One field of several entries: the name of its dtype, and an array [1, *shape] an entry."""
+"""One field of several entries: its dtype name, and an array [1, *shape] per entry."""
 
 
 def read_batch(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-    """One new CPU tensor [n, *shape] per field, a row per key; keys may repeat. No keys give no tensors.
+    """Read entries into one new CPU tensor [n, *shape] per field. Keys may repeat; no keys give no tensors.
 
     EntryMissingError, EntryDamagedError; StoreError if the entries' fields, shapes or dtypes differ.
     """
@@ -31,7 +31,7 @@ def read_batch(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def stack(keys: Sequence[str], rows: Sequence[EntryArrays]) -> dict[str, torch.Tensor]:
-    """One CPU tensor per field of rows that were read; see `read_batch`. `keys` name the entries in errors."""
+    """Stack rows into one CPU tensor per field, like `read_batch`. `keys` identify the entries in errors."""
     return stack_columns(keys, columns_of(keys, rows, {}), {})[0]
 
 
@@ -41,27 +41,27 @@ def own_tensors(record: Record, values: EntryArrays, ragged: frozenset[str]) -> 
 
 
 def columns_of(keys: Sequence[str], rows: Sequence[EntryArrays], padding: Mapping[str, Padding]) -> dict[str, Column]:
-    """The rows grouped by field. `keys` name the entries in errors.
+    """Group rows by field. `keys` identify the entries in errors.
 
-    StoreError if entries lack a field, or differ in its dtype or shape; lengths of fields in `padding` may differ.
+    StoreError if the entries differ in their fields, dtypes or shapes. Fields in `padding` may differ in length.
     """
     first = rows[0].description
     for name in padding:
         if name in first and not first[name][1]:
-            raise StoreError(f"field {name!r} is a scalar in each entry, and has no length that could be padded")
+            raise StoreError(f"field {name!r} is a scalar, so there is no length to pad")
     for key, row in zip(keys, rows, strict=True):
         if row.description is first:
             continue
         if row.description.keys() != first.keys():
             raise StoreError(
-                f"entries of one batch must have the same fields: {keys[0]} has {', '.join(first)}, "
+                f"the entries of a batch must have the same fields: {keys[0]} has {', '.join(first)}, "
                 f"{key} has {', '.join(row.description)}"
             )
         for name, (dtype, shape) in row.description.items():
             own, start = first[name], name in padding  # a padded field may have any length
             if (dtype, len(shape), shape[start:]) != (own[0], len(own[1]), own[1][start:]):
                 raise StoreError(
-                    f"entries of one batch must have equal shapes and dtypes: field {name!r} is {own[0]} "
+                    f"the entries of a batch must have equal shapes and dtypes: field {name!r} is {own[0]} "
                     f"{list(own[1])} in {keys[0]} and {dtype} {list(shape)} in {key}. "
                     "Batch one bucket at a time, and give a padding rule for fields of natural length."
                 )
@@ -72,16 +72,16 @@ def columns_of(keys: Sequence[str], rows: Sequence[EntryArrays], padding: Mappin
 def stack_columns(
     keys: Sequence[str], columns: Mapping[str, Column], padding: Mapping[str, Padding], empty: Empty = np.empty
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """One CPU tensor [n, *shape] per field, and of each field that is padded which rows are its own: bool [n, length].
+    """Stack columns into one CPU tensor [n, *shape] per field, and a mask per padded field: bool [n, length].
 
-    `keys` name the entries in errors. StoreError if an entry is longer than its rule's length, or if the field's dtype
-    cannot hold the rule's value.
+    A mask is False on padding. `keys` identify the entries in errors. StoreError if an entry is longer than its rule's
+    length, or if the field's dtype cannot hold the rule's value.
     """
     tensors, masks = {}, {}
     for name, (dtype, arrays) in columns.items():
         if name in padding:
             tensors[name], masks[name] = _padded(keys, name, dtype, arrays, padding[name], empty)
-        else:  # one call for all rows: one for each, from Python, takes longer than the copy of a small row
+        else:  # one call for all rows: a Python call per row costs more than copying a small row
             tensors[name], target = _new_tensor(dtype, (len(arrays), *arrays[0].shape[1:]), empty)
             np.concatenate(arrays, out=target)
     return tensors, masks
@@ -90,20 +90,20 @@ def stack_columns(
 def _padded(
     keys: Sequence[str], name: str, dtype: str, arrays: Sequence[np.ndarray], rule: Padding, empty: Empty
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arrays [1, length, *rest] in a tensor [n, longest, *rest], and which of its rows are not padding."""
+    """Pad arrays [1, length, *rest] into a tensor [n, longest, *rest], with a mask that is False on padding."""
     lengths = [array.shape[1] for array in arrays]
     longest = max(lengths)
     length = longest if rule.length is None else rule.length
     if longest > length:
         key = keys[lengths.index(longest)]
-        raise StoreError(f"entry {key}: field {name} has length {longest}, the batch is padded to {length}")
+        raise StoreError(f"entry {key}: field {name} has length {longest}, but its padding rule allows {length}")
     try:
         if not DTYPES[dtype].is_floating_point and rule.value != int(rule.value):
-            raise ValueError("it is no whole number")
+            raise ValueError("it is not an integer")
         filled = torch.float32 if dtype.startswith("float8") else DTYPES[dtype]  # torch 2.4 cannot fill float8
         value = as_array(torch.full((), rule.value, dtype=filled, device=CPU).to(DTYPES[dtype]))
     except (RuntimeError, ValueError, OverflowError) as error:
-        raise StoreError(f"field {name}: {rule.value} cannot be padded with in {dtype}: {error}") from error
+        raise StoreError(f"field {name}: its dtype {dtype} cannot hold the padding {rule.value}: {error}") from error
     tensor, target = _new_tensor(dtype, (len(arrays), length, *arrays[0].shape[2:]), empty)
     mask = np.ones(target.shape[:2], bool)
     for row, kept, array, num in zip(target, mask, arrays, lengths, strict=True):
@@ -115,13 +115,12 @@ def _padded(
 
 
 def _new_tensor(stored: str, shape: tuple[int, ...], empty: Empty) -> tuple[torch.Tensor, np.ndarray]:
-    """A tensor of the memory that `empty` gives, and that memory as an array. The tensor cannot be resized.
+    """A tensor over memory from `empty`, and the same memory as an array. The tensor cannot be resized.
 
-    Why not `torch.empty`: it and `Tensor.numpy` take 1.9 us, this takes 0.8, which a small batch feels. And from 4 MiB
-    on numpy asks for huge pages: each page of new memory costs a fault, which for a small page takes longer than
-    its copy.
+    `torch.empty` and `Tensor.numpy` take 1.9 us and this takes 0.8, which matters for a small batch. From 4 MiB on,
+    numpy also requests huge pages: a page fault on a small page takes longer than the copy into it.
     """
     array = empty(shape, ARRAY_DTYPES[stored])
     tensor, dtype = torch.from_numpy(array), DTYPES[stored]
-    # `.data`: a view could not be detached in place.
+    # `.data` because a view cannot be detached in place.
     return tensor if tensor.dtype is dtype else tensor.view(dtype).data, array

@@ -1,4 +1,4 @@
-"""Which captions of a cache are cut: they have more tokens than the text encoders read."""
+"""Which captions of a cache are truncated, because they have more tokens than the text encoders read."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 
 from latentcache.errors import PackError
 from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.identity import key_names
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack
 
 _KEYS = 4096
-"""Keys that are in memory as text at once: those of a million samples take 100 MB."""
+"""How many keys are converted to text at once: a million of them take 100 MB."""
 _CLIP_TOKENS = 77
-"""What CLIP reads. Texts of every other encoder have a `max_length` in their recipe."""
-
+"""CLIP's token limit. The recipes of all other encoders have a `max_length`."""
 
 _Identity = msgspec.defstruct("_Identity", [("encoding", msgspec.Raw, msgspec.Raw(b"{}"))])
 _Record = msgspec.defstruct("_Record", [("identity", _Identity), ("provenance", dict[str, Any])])
 _RECORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Record)
-"""What is parsed of a caption's record. All of it would take several times as long."""
+"""Parses only the needed part of a caption's record, which is several times faster than parsing all of it."""
 _parsed = lru_cache(64)(msgspec.json.decode)
 
 
 def num_cut_tokens(encoding: Any, provenance: Mapping[str, Any]) -> int:
-    """Tokens of a caption that its text encoders did not read, by the encoding and the provenance in its record.
+    """How many tokens of a caption its text encoders did not read, from the encoding and provenance in its record.
 
-    It is 0 where nobody counted the tokens, and for a family that is unknown here.
+    0 if the tokens were not counted, or if this version does not know the family.
     """
     num_tokens, limit = provenance.get("num_tokens"), provenance.get("token_limit")
     if type(num_tokens) is not int:
         return 0
-    if type(limit) is int:  # of a tokenizer that cuts earlier than the family's usual ones
+    if type(limit) is int:  # this tokenizer truncates earlier than the family's usual ones
         return max(0, num_tokens - limit)
     recipe = encoding if isinstance(encoding, Mapping) else {}
     numbers = {name: value for name, value in recipe.items() if type(value) is int}
-    # No family reads fewer. Its file imports torch, for which `status` need not wait where no caption is long.
+    # No family reads fewer tokens. Importing one imports torch, which `status` avoids unless a caption is long.
     if num_tokens <= numbers.get("max_length", _CLIP_TOKENS):
         return 0
     family = recipe.get("family", DEFAULT)
@@ -47,9 +47,9 @@ def num_cut_tokens(encoding: Any, provenance: Mapping[str, Any]) -> int:
 
 
 class CutCaptions:
-    """Knows which captions their text encoders did not read to the end. Threads may share it.
+    """Finds truncated captions by their records. It is thread-safe.
 
-    Records say it. Those of a pack are read once: a pack never changes.
+    The records of a pack are read once, since a pack never changes.
     """
 
     def __init__(self, store: DiskStore):
@@ -57,14 +57,14 @@ class CutCaptions:
         self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
 
     def flags_of(self, digests: np.ndarray) -> np.ndarray:
-        """As `flags`, of the keys in a column: uint8 [n, 32]."""
+        """Like `flags`, for keys in a column: uint8 [n, 32]."""
         flags = np.zeros(len(digests), np.bool_)
         for at in range(0, len(digests), _KEYS):
-            flags[at : at + _KEYS] = self.flags([digest.tobytes().hex() for digest in digests[at : at + _KEYS]])
+            flags[at : at + _KEYS] = self.flags(key_names(digests[at : at + _KEYS]))
         return flags
 
     def flags(self, keys: Sequence[str]) -> np.ndarray:
-        """Whether each caption was cut off: bool [n]. Those of a damaged pack are not known to be."""
+        """Whether each caption was truncated: bool [n]. False for captions of a damaged pack."""
         packs, places = self._store.places(keys)
         flags = np.zeros(len(keys), np.bool_)
         for number in np.unique(places[:, 0]).tolist():
@@ -78,7 +78,7 @@ class CutCaptions:
             return known
         try:
             whole = WholePack.in_file(self._store.path_of(pack))
-        except (FileNotFoundError, PackError):  # compacted or damaged meanwhile: the page of health says which
+        except (FileNotFoundError, PackError):  # compacted or damaged since: the service's health page tells which
             return None
         cut = np.zeros(len(whole.row.keys), np.bool_)
         for row in range(len(cut)):

@@ -1,4 +1,4 @@
-"""DiskStore: packs in a directory, an index over them, and a table of the index in memory."""
+"""DiskStore: packs in a directory, an index of them on disk, and a table of the index in memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ logger = logging.getLogger("latentcache")
 class DiskStore(PackReader):
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
-    `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
-    that the cache exists. StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
+    `read_only` writes nothing at all, so it works without write access. `create=False` requires that the cache exists.
+    StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
 
-    A key that is not in memory makes the store catch up with the index: another process may have added the entry. When
-    a store is opened for writing, a damaged index is removed and made again from the packs (a reader that may not write
-    does so in memory), packs that a dead writer sealed are added to it, and that writer's half-written files are
-    removed.
+    On a key that is not in memory the store catches up with the index, since another process may have added the entry.
+    Opening a store for writing rebuilds a damaged index from the packs, adds packs that a dead writer sealed, and
+    removes that writer's half-written files. A reader without write access rebuilds the index in memory only.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
@@ -53,18 +52,18 @@ class DiskStore(PackReader):
         self._table: LocationTable
         self._position: Position | None
         self._index: Index | None
-        """None for a reader that can use none: memory then has what the packs said when it was opened."""
+        """None for a reader whose index is unusable: the table then holds what the packs listed at opening."""
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
             self.path = self.directory.path
             try:
                 self._open()
             except (IndexDamagedError, ReadOnlyError) as error:
-                # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
+                # ReadOnlyError: a dead writer's transaction must be rolled back first, which would be a write.
                 if read_only:
-                    # A snapshot of the hub has no index.
+                    # A snapshot from the hub has no index.
                     level = logging.WARNING if self.directory.index.exists() else logging.INFO
-                    logger.log(level, "%s The packs' headers are read instead; nothing is written.", error)
+                    logger.log(level, "%s Reading the packs' headers instead; nothing is written.", error)
                     self._read_packs()
                 elif isinstance(error, IndexDamagedError):
                     self._remove_index(error)
@@ -75,7 +74,7 @@ class DiskStore(PackReader):
     @classmethod
     @contextmanager
     def opened(cls, store: DiskStore | str | os.PathLike[str]) -> Iterator[DiskStore]:
-        """The store itself, or one opened for the block: read-only if the directory cannot be written."""
+        """Yield the store itself, or one opened for the block: read-only if the directory is not writable."""
         path = store.path if isinstance(store, DiskStore) else expanded(store)
         with system_errors(path):
             if isinstance(store, DiskStore):
@@ -95,16 +94,16 @@ class DiskStore(PackReader):
             with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
                 self.directory.sweep()
                 for error in self._reconcile().values():
-                    advice = " Delete it when they are encoded again." if isinstance(error, PackError) else ""
+                    advice = " Delete it once they are encoded again." if isinstance(error, PackError) else ""
                     logger.warning("%s Its entries are missing.%s", error, advice)
         except StoreBusyError as error:
-            logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
+            logger.info("%s Packs that are not in the index yet are added at the next opening.", error)
             self.reload()
         except StorageFullError as error:
-            logger.warning("%s", error)  # what is there can be read all the same, and removed
+            logger.warning("%s", error)  # existing entries can still be read and removed
 
     def _begin(self) -> None:
-        """Know nothing yet, and make an empty index if there is none: `_reconcile` adds what it lacks."""
+        """Start with an empty table, and create an empty index if there is none. `_reconcile` fills both."""
         self._table, self._position = LocationTable(), None
         self._index = Index(self.directory.index, read_only=self.read_only)
 
@@ -123,20 +122,20 @@ class DiskStore(PackReader):
         ):
             try:
                 self._begin()
-                self.reload()  # another process may have replaced it while this one waited
+                self.reload()  # another process may have replaced it meanwhile
             except IndexDamagedError:
-                logger.warning("%s It is removed, and made again from the packs.", error)
+                logger.warning("%s It is removed and rebuilt from the packs.", error)
                 remove_whole(self.directory.index)
 
     def _reconcile(self, *, anew: bool = False) -> dict[str, StoreError]:
-        """Forget the packs that are gone, and add those that the index lacks, or `anew` all that can be read.
+        """Drop missing packs from the index, and add those that it lacks; with `anew`, replace the rows of all packs.
 
-        The caller keeps upkeep away, or `anew` all writers. Readers see the index as it was, or as it is then.
+        The caller locks out upkeep, or with `anew` all writers. Readers see the index before or after the change.
 
         Returns:
-            Why packs could not be read, by pack. What the index says of one that cannot be read now stays.
+            Why packs could not be read, by pack. The row of a pack that cannot be read now stays.
         """
-        # Rows first, then files: a pack that another writer seals from here on is in neither.
+        # Rows before files: a pack that another writer seals from here on is in neither.
         self.reload()
         known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
         sizes = self.directory.pack_sizes()
@@ -150,7 +149,7 @@ class DiskStore(PackReader):
         with self._changing() as rows:
             for pack in lost:
                 rows.remove(pack)
-            if not anew:  # another process may have added some meanwhile
+            if not anew:  # another process may have added some of them meanwhile
                 found = {pack: row for pack, row in found.items() if pack not in self.table.packs}
             stay = self.table.packs.keys() - lost - found.keys()
             for row in found.values():
@@ -159,17 +158,17 @@ class DiskStore(PackReader):
                     row.live &= [place is None or place.pack.id not in stay for place in places]
                 rows.put(row)
         if lost:
-            message = "%s: %d packs are gone or have another size; %d entries are lost"
+            message = "%s: %d packs are missing or changed in size; %d entries are lost"
             logger.warning(message, self.path, len(lost), num_lost)
         if found:
             logger.info("%s: added %d packs to the index", self.path, len(found))
         return refused
 
     def rebuild_index(self) -> dict[str, StoreError]:
-        """Make the index say what the packs say, while the caller keeps all writers away: see `_reconcile`."""
+        """Rebuild the index from the packs, while the caller locks out all writers: see `_reconcile`."""
         if self.read_only:
             raise ReadOnlyError(self.path)
-        self.release(list(self._maps))  # each entry is verified again
+        self.release(list(self._maps))  # so that each entry is verified again
         if self.directory.index.exists():
             with suppress(IndexDamagedError):
                 return self._reconcile(anew=True)
@@ -180,44 +179,43 @@ class DiskStore(PackReader):
     # Looking up
 
     @property
+    @override
     def table(self) -> LocationTable:
-        """Where entries are, and why others are damaged, as far as memory knows. StoreError: the store is closed."""
         self.check_open()
         return self._table
 
     @contextmanager
     @override
     def current(self) -> Iterator[LocationTable]:
-        with process_lock:  # memory and the index change together, and a fork waits for it
+        with process_lock:  # the table and the index change together, and a fork waits for the lock
             self.reload()
             yield self.table
 
     def reload(self) -> None:
-        """Bring memory to where the index is now."""
+        """Bring the table up to date with the index."""
         if self._index is not None:
             with process_lock, self._index.reading() as rows:
                 self._catch_up(rows)
 
     def _catch_up(self, rows: Rows) -> None:
         position, is_whole, found = rows.since(self._position)
-        # All rows are a table of their own first: other threads look at this one without the lock.
+        # A full reload builds a new table: other threads read the current one without the lock.
         table = LocationTable() if is_whole else self._table
         table.add(found)
         self._table, self._position = table, position
-        if is_whole:  # a mapped file takes space after its name is gone
+        if is_whole:  # an unlinked file takes up space as long as it is mapped
             self.release(self._maps.copy().keys() - table.packs.keys())
 
     @override
     def find(self, keys: Iterable[str], *, again: bool = False) -> set[str]:
-        """Find which keys are there, in memory or in the index. StoreError for one that is no key.
+        """The keys that have entries, in memory or in the index. StoreError for an invalid key.
 
-        `again`: look at the index in any case, because another process may have removed or marked an entry.
+        `again`: always read the index, because another process may have removed an entry or marked it as damaged.
         """
         keys = list(keys)
         found = set() if again else self.table.find(keys)
         if len(found) < len(set(keys)):
             with self.current() as table:
-                # Nothing is on its way in memory now, and another thread may have brought them.
                 found = table.find(keys)
         return found
 
@@ -247,10 +245,10 @@ class DiskStore(PackReader):
 
     @override
     def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
-        """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
+        """The entry's new location if the index has one. Otherwise mark the entry as damaged and raise."""
         self.invalidate([location])
         self.reload()
-        [moved] = self.locate([key])  # it may have been removed, or found damaged, elsewhere
+        [moved] = self.locate([key])  # another process may have removed it, or found it damaged
         if moved.place != location.place:
             return moved
         self.mark_damaged({key: (location, problem)})
@@ -260,22 +258,21 @@ class DiskStore(PackReader):
 
     @contextmanager
     def lock(self, operation: str, *, shared: bool, wait: bool = False) -> Iterator[None]:
-        """Keep upkeep away while the block runs, or (not `shared`) all writers. StoreBusyError if there is one.
+        """Lock out upkeep while the block runs, or all writers if not `shared`.
 
-        With `wait` the block begins when it has ended.
+        StoreBusyError if the lock is taken; with `wait`, block until it is free.
         """
         if self.read_only:
             raise ReadOnlyError(self.path)
         with locked(self.directory.lock, operation, shared=shared, wait=wait):
-            # What was in memory may be older than the lock: nothing is removed or moved from here on.
-            self.reload()
+            self.reload()  # the table may be older than the lock; from here on nothing is removed or moved
             yield
 
     @override
     def writer(self) -> Writer:
         if self.read_only:
             raise ReadOnlyError(self.path)
-        # Without reading all rows again: each pack that is sealed asks the index for its keys.
+        # Not `self.lock`, which reloads the table: `seal` looks up each pack's keys in the index anyway.
         return Writer(
             self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
@@ -284,15 +281,15 @@ class DiskStore(PackReader):
         )
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
-        """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
+        """Store entries durably in one pack, while the caller holds `lock`: see `writer.SealEntries`."""
         keys = [entry.key for entry in entries]
-        # What memory has may have been removed elsewhere. What it lacks is asked for once, when the row is written.
+        # Another process may have removed keys that are in memory. `add_row` checks the keys that are not.
         present = self.find(keys, again=True) if self.table.find(keys) else set()
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
         row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        if not (num_added := self.add_row(row)):  # others stored the same meanwhile
+        if not (num_added := self.add_row(row)):  # other processes stored the same entries meanwhile
             self.drop_empty([row.pack.id])
             return 0, 0
         return num_added, row.pack.file_bytes
@@ -300,13 +297,13 @@ class DiskStore(PackReader):
     def take_pack(
         self, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int, *, row: PackRow | None = None
     ) -> int:
-        """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
+        """Write a pack that was transferred, check all of it, and seal it. Returns how many entries are new.
 
-        `chunks` are its bytes, which are read to their end, and `num_bytes` says how many there should be, for the
-        message of StorageFullError. Nothing is sealed unless each payload has its digest and each key follows from its
-        record's identity: PackError. `row` is that of a pack that was checked. An error of `chunks` leaves nothing
-        either. A pack that the index knows stays as it is; a file of its name that it does not know, as after a death
-        between the two, gives way. ReadOnlyError; StoreBusyError while upkeep works on the cache.
+        `chunks` are the pack's bytes and are always read to the end; `num_bytes` is their expected number, for the
+        message of StorageFullError. PackError unless each payload matches its digest and each key its record; pass
+        `row` if the pack was checked before. Nothing is left behind after an error, including one from `chunks`. A
+        pack in the index stays as it is. A file of its name that is not in the index, left by a crash, is replaced.
+        ReadOnlyError; StoreBusyError while upkeep works on the cache.
         """
         if self.knows(pack):
             for _ in chunks:
@@ -318,12 +315,12 @@ class DiskStore(PackReader):
                 for part in chunks:
                     write_all(fd, part)
                 row = row or WholePack.in_file(path, fd).checked_row(path)
-                # From here on upkeep must not see a pack that the index does not know.
+                # From here on upkeep must not see a pack that is not in the index.
                 held.enter_context(self.lock("taking a pack", shared=True))
             return self.add_row(row)
 
     def knows(self, pack: str) -> bool:
-        """Whether the index has this pack."""
+        """Whether the pack is in the index."""
         with self.current() as table:
             return pack in table.packs
 
@@ -331,7 +328,7 @@ class DiskStore(PackReader):
 
     @contextmanager
     def _changing(self) -> Iterator[Transaction]:
-        """A transaction on the index. Memory is what the index has while the block runs, and after it."""
+        """A transaction on the index. The table is in sync with the index inside the block and after it."""
         if self._index is None or self.read_only:
             raise ReadOnlyError(self.path)
         with process_lock:
@@ -339,15 +336,15 @@ class DiskStore(PackReader):
                 self._catch_up(rows)
                 yield rows
                 position = rows.since(self._position)[0]
-            # After the commit: what was rolled back must not be in memory.
+            # After the commit, so that the table never has changes that were rolled back.
             self.table.drop_packs(rows.changed)
             self.table.add(row for row in rows.changed.values() if row is not None)
             self._position = position
 
     def add_row(self, row: PackRow) -> int:
-        """Record a new pack, and those of its entries that are live in no other. Returns how many are."""
+        """Add a new pack to the index. Entries that are live in another pack stay there. Returns how many are new."""
         with self._changing() as rows:
-            if (there := rows.get(row.pack.id)) is not None:  # another process took it in
+            if (there := rows.get(row.pack.id)) is not None:  # another process added it
                 return int(there.live.sum())
             keys = row.names()
             known = self.table.find(keys)
@@ -356,7 +353,10 @@ class DiskStore(PackReader):
             return int(row.live.sum())
 
     def move(self, row: PackRow, sources: Collection[str]) -> int:
-        """Point entries to their copies from these packs in a new one, in one transaction, if they still lie there."""
+        """Repoint entries to their copies in a new pack, in one transaction, if they are still in the sources.
+
+        Returns how many entries were repointed.
+        """
         with self._changing() as rows:
             left: dict[str, list[int]] = {}
             for number, now in enumerate(self.table.look_up(row.names())):
@@ -369,11 +369,11 @@ class DiskStore(PackReader):
             return int(row.live.sum())
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
-        """Make entries misses from now on, with their reason, unless they have changed.
+        """Turn damaged entries into misses and record the reasons, unless the entries have changed meanwhile.
 
-        If that cannot be written it is logged: the caller's error comes first.
+        A failure to write this is logged, not raised: the caller has an error of its own to report.
         """
-        # Also where nothing can be written: they are verified again, and fail.
+        # Even if nothing can be written: the entries are verified again, and fail again.
         self.invalidate([location for location, _ in damaged.values()])
         by_pack: dict[str, list[tuple[str, int, str]]] = {}
         for key, (location, reason) in damaged.items():
@@ -395,7 +395,7 @@ class DiskStore(PackReader):
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
-        """Remove entries, and the reasons of damaged ones. Returns how many entries there were."""
+        """Remove entries, and what is recorded of damaged ones. Returns how many entries existed."""
         gone = set(keys)
         with self._changing() as rows:
             own: dict[str, list[int]] = {}
@@ -407,15 +407,15 @@ class DiskStore(PackReader):
             return sum(map(len, own.values()))
 
     def drop_empty(self, packs: Collection[str] | None = None) -> set[str]:
-        """Delete the packs, of `packs` if given, in which no entry is live, and return them.
+        """Delete the packs without live entries, or those among `packs`, and return them.
 
-        The file goes first, so that a crash leaves a row that the next call sees. So does a file that cannot go now.
+        The file is deleted before its row: after a crash, or if the file cannot be deleted now, the next call retries.
         """
-        with self.current() as table:  # no other thread changes memory between the look and the removal
+        with self.current() as table:  # no other thread changes the table between check and removal
             empty = table.empty_packs()
             if packs is not None:
                 empty &= set(packs)
-            self.release(empty)  # before: Windows removes no file that is mapped
+            self.release(empty)  # first, because Windows keeps mapped files
             gone = {pack for pack in empty if self.directory.remove_pack(pack)}
             if gone:
                 with self._changing() as rows:
@@ -425,7 +425,7 @@ class DiskStore(PackReader):
 
 
 def _changed(rows: Transaction, packs: Iterable[str]) -> Iterator[PackRow]:
-    """The rows of these packs that there are, each to be changed and then written."""
+    """Yield the existing rows of these packs; each is written after the caller has changed it."""
     for pack in packs:
         if (row := rows.get(pack)) is not None:
             yield row
@@ -433,10 +433,10 @@ def _changed(rows: Transaction, packs: Iterable[str]) -> Iterator[PackRow]:
 
 
 def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:
-    """The rows of packs, and the errors of those that cannot be read, by pack. A key is live in the first that has it.
+    """Read packs' rows, and the errors of packs that cannot be read, by pack. A key is live in the first of its packs.
 
-    That entry may be the damaged one of two copies: its digest decides when it is read. An error that is no PackError
-    says nothing about the pack: the system refused to read it, which may pass.
+    That copy of an entry may be damaged, which its digest shows on read. An error other than PackError says nothing
+    about the pack: the system refused to read it, which may be temporary.
     """
     rows: dict[str, PackRow] = {}
     refused: dict[str, StoreError] = {}
@@ -444,7 +444,7 @@ def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str
         try:
             row = read_row(directory.pack_path(pack))
         except FileNotFoundError:
-            continue  # compacted away since it was listed
+            continue  # compacted away after it was listed
         except StoreError as error:
             refused[pack] = error
             continue

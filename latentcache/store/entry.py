@@ -1,4 +1,4 @@
-"""An entry as a store owns it: its names and dtypes, its bytes and their digest, its record as JSON."""
+"""An entry in the form that stores keep: field names and dtypes, bytes and their digest, and the record as JSON."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ import xxhash
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest, is_key, key_of
 from latentcache.types import Entry, Record
+from latentcache.utils.wording import short
 
 if TYPE_CHECKING:
     import torch
 
 MAX_RECORD_BYTES = 1 << 20
-"""Identity and provenance of one entry, as JSON. A pack holds thousands of them."""
+"""Upper bound for the identity and provenance of one entry, as JSON. A pack holds thousands of them."""
 
 PACK_SUFFIX = ".safetensors"
 
 ALIGNMENT = 64
-"""Bytes. Fields in packs and in pooled buffers start at its multiples, as torch's own tensors do."""
+"""Fields in packs and in pooled buffers start at multiples of this many bytes, as torch's own tensors do."""
 
 _STAND_INS = {"float8_e4m3fn": "int8", "float8_e5m2": "int8", "bfloat16": "int16"}
 ARRAY_DTYPES = {
@@ -36,39 +37,38 @@ ARRAY_DTYPES = {
         *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
     )
 }
-"""The dtypes that can be stored, by torch's name, and numpy's for each: an integer of that size where it has none."""
+"""The numpy dtype for each dtype that can be stored, by torch's name. Dtypes that numpy lacks use an integer type."""
 
-_MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
+_MAX_DESCRIPTIONS = 4096  # a real cache has a few dozen: combinations of fields, buckets and dtypes
 _FIELD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def is_field(value: object) -> bool:
-    """Whether the value can name a field: letters, digits and _ . - only, 100 at most."""
+    """Whether the value is a valid field name: at most 100 letters, digits and _ . - characters."""
     return isinstance(value, str) and _FIELD.fullmatch(value) is not None
 
 
 def is_pack_id(value: object) -> bool:
-    """Whether the value can name a pack: 32 lower-case hexadecimal digits. So it can never be a path."""
+    """Whether the value is a pack id: 32 lowercase hexadecimal digits, which can never be a path."""
     return isinstance(value, str) and _PACK_ID.fullmatch(value) is not None
 
 
 def check_key(key: str) -> str:
-    """Return the key. StoreError unless it is 64 lower-case hexadecimal digits."""
+    """Return the key. StoreError unless it is 64 lowercase hexadecimal digits."""
     if not is_key(key):
-        shown = repr(key) if len(repr(key)) <= 100 else repr(key)[:100] + "..."
-        raise StoreError(f"key {shown} is not a key: 64 lower-case hexadecimal digits, as identity.key_of gives them")
+        raise StoreError(f"{short(repr(key))} is not a key: give 64 lowercase hexadecimal digits, see identity.key_of")
     return key
 
 
 def dtype_name(value: torch.Tensor | torch.dtype) -> str:
-    """`float16` for torch.float16, and for a tensor of it."""
+    """`float16` for torch.float16 and for tensors of that dtype."""
     return str(getattr(value, "dtype", value)).removeprefix("torch.")
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor as an array of the same shape that shares its memory, of the dtype in ARRAY_DTYPES."""
+    """View a CPU tensor as an array of the same shape, with the dtype from ARRAY_DTYPES."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     stand_in = _STAND_INS.get(dtype_name(tensor))
@@ -80,15 +80,15 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 Description = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Field -> (dtype name, shape), in the order of the names."""
+"""Field -> (dtype name, shape), sorted by field."""
 
 
 def payload_digest(key: str, description: Description, arrays: Iterable[np.ndarray]) -> bytes:
-    """xxh3-128 of the key, each field's name, dtype name and shape, and the bytes of their arrays: 16 bytes.
+    """The xxh3-128 digest (16 bytes) of the key, each field's name, dtype name and shape, and the arrays' bytes.
 
-    Key, names and shapes are part of it, so that rows or keys that were exchanged are found too.
+    It covers key, names and shapes so that swapped rows or keys are detected too.
     """
-    # As canonical_json([key, fields]): many entries have the same fields.
+    # Equal to canonical_json([key, fields]), but the part for the fields is cached.
     hasher = xxhash.xxh3_128(b'["%b",%b]' % (key.encode(), _fields_json(tuple(description.items()))))
     for array in arrays:
         hasher.update(array.data)
@@ -102,15 +102,15 @@ def _fields_json(fields: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...]) ->
 
 @lru_cache(_MAX_DESCRIPTIONS)
 def description_of(*fields: tuple[str, str, tuple[int, ...]]) -> Description:
-    """The description with these fields (name, dtype, shape). Equal ones are the same object: never change one."""
+    """The description with these fields (name, dtype, shape). Equal ones are one shared object: do not modify it."""
     return {name: (dtype, shape) for name, dtype, shape in fields}
 
 
 class EntryArrays(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One entry's verified bytes: an array [1, *shape] for each field of `description`, in its order.
+    """One entry's verified values: an array [1, *shape] for each field of `description`, in that order.
 
-    Arrays are of the dtypes in ARRAY_DTYPES and must not be written to. Entries with equal fields share one
-    description. There may be very many of these in memory.
+    The arrays have dtypes from ARRAY_DTYPES and are read-only by convention. Entries with equal fields share one
+    description. Memory may hold very many of these.
     """
 
     description: Description
@@ -119,7 +119,7 @@ class EntryArrays(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class OwnedEntry:
-    """An entry that is to be written: its record as JSON, its values, which nobody changes, and its ragged fields."""
+    """An entry to be written: its record as JSON, a private copy of its values, and its ragged fields."""
 
     key: str
     kind: str
@@ -129,11 +129,11 @@ class OwnedEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values."""
+        """Size of the values in bytes."""
         return sum(array.nbytes for array in self.values.arrays)
 
     def spec(self) -> tuple[Any, ...]:
-        """What entries of one group of a pack share: the kind, and each field's name, dtype, shape and raggedness."""
+        """The grouping key in a pack: the kind, and each field's name, dtype, shape and whether it is ragged."""
         fields = []
         for name, (dtype, shape) in self.values.description.items():
             is_ragged = name in self.ragged
@@ -141,36 +141,36 @@ class OwnedEntry:
         return self.kind, tuple(fields)
 
     def digest(self) -> bytes:
-        """The payload's digest."""
+        """The digest of the payload."""
         return payload_digest(self.key, self.values.description, self.values.arrays)
 
 
 def own_entry(entry: Entry) -> OwnedEntry:
-    """A copy that the store owns.
+    """Validate an entry and copy it for a store.
 
-    StoreError if the key does not follow from the identity, if a tensor is not a dense CPU tensor of a known dtype
-    with at least one element, or if the record is not JSON or larger than MAX_RECORD_BYTES.
+    StoreError if the key is not the digest of the identity, if a tensor is not a dense, non-empty CPU tensor of a
+    supported dtype, or if the record is not JSON or exceeds MAX_RECORD_BYTES.
     """
     record = entry.record
     key = check_key(record.key)
     if not isinstance(record.kind, str) or not _KIND.fullmatch(record.kind):
-        raise StoreError(f"entry {key}: kind {record.kind!r:.100}: a kind is up to 32 of a-z, 0-9, _ and -")
+        raise StoreError(f"entry {key}: kind {record.kind!r:.100}: give up to 32 of a-z, 0-9, _ and -, a letter first")
     try:
         identity, provenance = canonical_json(record.identity), canonical_json(record.provenance)
     except (TypeError, ValueError) as error:
         raise StoreError(f"entry {key}: identity and provenance must be JSON: {error}") from error
     num_bytes = len(identity) + len(provenance)
     if num_bytes > MAX_RECORD_BYTES:
-        raise StoreError(f"entry {key}: its record has {num_bytes:,} bytes, at most {MAX_RECORD_BYTES:,} are allowed")
+        raise StoreError(f"entry {key}: its record has {num_bytes:,} bytes; at most {MAX_RECORD_BYTES:,} are allowed")
     if digest(identity) != key:
         raise StoreError(f"entry {key}: its identity gives the key {digest(identity)}; use identity.key_of(identity)")
     if not entry.tensors:
-        raise StoreError(f"entry {key}: it holds no tensor")
+        raise StoreError(f"entry {key}: it has no tensors; give at least one field")
     if not entry.ragged <= entry.tensors.keys():
-        raise StoreError(f"entry {key}: ragged {sorted(entry.ragged)} names fields that it lacks")
+        raise StoreError(f"entry {key}: ragged {sorted(entry.ragged)} names fields that the entry lacks")
     for name in entry.ragged:
         if entry.tensors[name].ndim == 0:
-            raise StoreError(f"entry {key}: field {name} is a scalar, and has no length that could be ragged")
+            raise StoreError(f"entry {key}: field {name} is a scalar, which cannot be ragged")
     names = sorted(entry.tensors)
     arrays = tuple([_own_array(key, name, entry.tensors[name]) for name in names])
     fields = [(name, dtype_name(entry.tensors[name]), tuple(entry.tensors[name].shape)) for name in names]
@@ -179,14 +179,14 @@ def own_entry(entry: Entry) -> OwnedEntry:
 
 
 def record_json(identity: bytes, provenance: bytes) -> bytes:
-    """The JSON of a record, of that of its two parts."""
+    """Assemble a record's JSON from the JSON of its two parts."""
     return b'{"identity":%b,"provenance":%b}' % (identity, provenance)
 
 
 def record_of(key: str, kind: str, data: bytes) -> Record:
-    """The record that `own_entry` wrote. ValueError for other bytes, and if its identity gives another key."""
+    """Parse a record that `own_entry` wrote. ValueError if it is invalid or its identity gives another key."""
     if len(data) > MAX_RECORD_BYTES + len(record_json(b"", b"")):
-        raise ValueError(f"its record has {len(data):,} bytes, {MAX_RECORD_BYTES:,} are allowed")
+        raise ValueError(f"its record has {len(data):,} bytes; at most {MAX_RECORD_BYTES:,} are allowed")
     try:
         value = json.loads(data.decode("utf-8", "surrogatepass"))
         identity, provenance = value["identity"], value["provenance"]
@@ -198,14 +198,14 @@ def record_of(key: str, kind: str, data: bytes) -> Record:
 
 
 def _own_array(key: str, name: str, tensor: torch.Tensor) -> np.ndarray:
-    import torch  # here: `status` and its like make no entry, and need not wait for it
+    import torch  # not at the top: commands such as `status` create no entries and start faster without it
 
     if not is_field(name):
-        raise StoreError(f"entry {key}: field {name!r}: a name has letters, digits and _ . - only, 100 at most")
+        raise StoreError(f"entry {key}: field {name!r:.200}: a name has up to 100 letters, digits and _ . - only")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise StoreError(f"entry {key}: field {name} is {tensor.layout} on {tensor.device}; give a dense tensor on cpu")
     if dtype_name(tensor) not in ARRAY_DTYPES:
-        raise StoreError(f"entry {key}: field {name} has dtype {tensor.dtype}, allowed: {', '.join(ARRAY_DTYPES)}")
+        raise StoreError(f"entry {key}: field {name} has dtype {tensor.dtype}; allowed: {', '.join(ARRAY_DTYPES)}")
     if tensor.numel() == 0:
-        raise StoreError(f"entry {key}: field {name} of shape {tuple(tensor.shape)} has no element")
+        raise StoreError(f"entry {key}: field {name} of shape {tuple(tensor.shape)} has no elements")
     return as_array(tensor.detach().clone(memory_format=torch.contiguous_format))[None]

@@ -1,8 +1,8 @@
-"""Where the bytes of entries lie in a pack: groups of entries with equal fields, and a column for each field.
+"""The layout of entries in a pack: groups of entries with equal fields, and a column for each field.
 
-Entries of one kind with equal fields, dtypes and shapes are a group. A row of a pack is one entry, and the rows of a
-group follow each other, so where a row's bytes start is arithmetic. A field of natural length, as the text of newer
-model families, is ragged: its values lie one after the other, and a column of offsets says where each row starts.
+Entries of one kind with equal fields, dtypes and shapes form a group. Each entry is one row of the pack, and the rows
+of a group are contiguous, so a row's byte offset is plain arithmetic. A field of natural length, such as the text
+embeddings of newer model families, is ragged: its values are contiguous, and a column of offsets marks the rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _CRC_BYTES = 8
 class Column:
     """One field of a group: `num_rows` rows of `shape`, from byte `start` of the file.
 
-    Of a ragged field `num_rows` counts the values of all entries, `shape` is that of one value, and
-    `offsets_start` is where the int64 offsets [number of entries + 1] lie, in rows. Otherwise it is None.
+    For a ragged field, `num_rows` counts the values of all entries, `shape` is the shape of one value, and
+    `offsets_start` is the byte at which its int64 offsets [number of entries + 1] start. Otherwise it is None.
     """
 
     field: str
@@ -44,13 +44,13 @@ class Column:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one row in bytes."""
         return ARRAY_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Entries of one kind with equal fields: rows `first` ... `first + num - 1` of the pack. Columns are by field."""
+    """Entries of one kind with equal fields: rows `first` to `first + num - 1` of the pack. One column per field."""
 
     kind: str
     first: int
@@ -59,29 +59,29 @@ class RowGroup:
 
     @cached_property
     def ragged(self) -> frozenset[str]:
-        """The fields that have a length of their own in each entry."""
+        """The fields whose length differs between entries."""
         return frozenset([column.field for column in self.columns if column.offsets_start is not None])
 
     @cached_property
     def description(self) -> Description:
-        """Each field's dtype name and shape. Equal ones are the same object. A ragged field's length is 0 here."""
+        """Each field's dtype name and shape, shared by equal groups. A ragged field has length 0 here."""
         rows = [(c, c.shape if c.offsets_start is None else (0, *c.shape)) for c in self.columns]
         return description_of(*[(column.field, column.dtype, shape) for column, shape in rows])
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of the values of all entries."""
+        """Size of the values of all entries in bytes."""
         return sum(column.num_rows * column.row_bytes for column in self.columns)
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes of the values of an entry; where a field is ragged, the mean over all entries."""
+        """Size of one entry's values in bytes; with ragged fields, the mean over the entries."""
         return self.payload_bytes // self.num
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One pack's layout: its id, the bytes of its file, and its groups in the order of their rows."""
+    """One pack's layout: its id, the size of its file, and its groups in row order."""
 
     id: str
     file_bytes: int
@@ -89,32 +89,32 @@ class Pack:
 
     @cached_property
     def num_entries(self) -> int:
-        """How many rows there are, live or not."""
+        """Number of rows, live or not."""
         return self.ends[-1]
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of the values of all entries that were written."""
+        """Size of the values of all written entries in bytes, live or not."""
         return sum(group.payload_bytes for group in self.groups)
 
     @cached_property
     def ends(self) -> list[int]:
-        """The row after each group's last one: row r lies in the group of number `bisect_right(ends, r)`."""
+        """The end row (exclusive) of each group: row r lies in group number `bisect_right(ends, r)`."""
         return [group.first + group.num for group in self.groups]
 
     def group_of(self, row: int) -> RowGroup:
-        """The group in which a row lies."""
+        """The group that holds a row."""
         return self.groups[bisect_right(self.ends, row)]
 
     def to_json(self) -> list[Any]:
-        """The groups as JSON, which `_parsed_head` reads."""
+        """The groups as JSON, for `_parsed_head`."""
         return [
             [g.kind, g.num, [[c.field, c.dtype, c.shape, c.start, c.num_rows, c.offsets_start] for c in g.columns]]
             for g in self.groups
         ]
 
 
-class Location(msgspec.Struct, frozen=True, gc=False):  # made for each entry of a batch: faster than a tuple with names
+class Location(msgspec.Struct, frozen=True, gc=False):  # one per entry and batch: a NamedTuple takes longer to make
     """Where one entry lies: a row of a pack. `digest` is its payload's digest (`entry.payload_digest`), 16 bytes."""
 
     pack: Pack
@@ -124,7 +124,7 @@ class Location(msgspec.Struct, frozen=True, gc=False):  # made for each entry of
 
     @property
     def place(self) -> tuple[str, int]:
-        """The pack's id and the row: two locations with one place are the same."""
+        """The pack's id and the row, which together identify a location."""
         return self.pack.id, self.row
 
 
@@ -143,10 +143,10 @@ def byte_ranges(locations: Iterable[Location]) -> list[tuple[int, int]]:
 
 @dataclass(slots=True, eq=False)
 class PackRow:
-    """One pack as the index knows it. `keys` [n, 32], `digests` [n, 16] (uint8), `live` [n] (bool), a row an entry.
+    """One pack's row in the index: `keys` [n, 32], `digests` [n, 16] (uint8) and `live` [n] (bool) of its entries.
 
-    A row that is not live was removed, was found damaged, or lies in another pack. `reasons` says, by row, why an
-    entry is damaged.
+    An entry that is not live was removed, was found damaged, or is live in another pack. `reasons` maps the rows of
+    damaged entries to what is wrong with them.
     """
 
     pack: Pack
@@ -157,12 +157,12 @@ class PackRow:
 
     @classmethod
     def new(cls, pack: Pack, keys: np.ndarray, digests: np.ndarray) -> PackRow:
-        """The row of a new pack: all of its entries are live."""
+        """The row of a new pack, in which all entries are live."""
         return cls(pack, keys, digests, np.ones(len(keys), bool))
 
     def to_bytes(self) -> bytes:
-        """The row's value in the index, with a checksum at its end. `from_bytes` is its inverse."""
-        reasons: dict[str, list[int]] = {}  # one for all entries of a pack that is gone
+        """Serialize the row for the index, with a checksum at the end. `from_bytes` is the inverse."""
+        reasons: dict[str, list[int]] = {}  # all entries of a lost pack share one
         for row, reason in self.reasons.items():
             reasons.setdefault(reason, []).append(row)
         value = {"file_bytes": self.pack.file_bytes, "groups": self.pack.to_json(), "reasons": reasons}
@@ -173,10 +173,10 @@ class PackRow:
 
     @classmethod
     def from_bytes(cls, pack: str, data: bytes) -> PackRow:
-        """The row that `to_bytes` wrote for this pack. ValueError for anything else."""
+        """Parse what `to_bytes` wrote for this pack. ValueError for anything else."""
         body = data[:-_CRC_BYTES]
         if len(data) < 4 + _CRC_BYTES or xxhash.xxh3_64(body).digest() != data[-_CRC_BYTES:]:
-            raise ValueError("its bytes do not have the checksum that was stored with them")
+            raise ValueError("its bytes do not match their checksum")
         at = 4 + int.from_bytes(body[:4], "little")
         try:
             groups, file_bytes, by_reason = _parsed_head(body[4:at])
@@ -187,31 +187,31 @@ class PackRow:
             raise ValueError(f"not the row of a pack: {error!r:.100}") from error
         sizes = [num * KEY_BYTES, num * DIGEST_BYTES, (num + 7) // 8]
         if len(body) != at + sum(sizes):
-            raise ValueError(f"not the row of a pack of {num:,} entries")
+            raise ValueError(f"its size is not that of a row for {num:,} entries")
         keys = np.frombuffer(body, np.uint8, sizes[0], at).reshape(num, KEY_BYTES)
         digests = np.frombuffer(body, np.uint8, sizes[1], at + sizes[0]).reshape(num, DIGEST_BYTES)
         live = np.unpackbits(np.frombuffer(body, np.uint8, sizes[2], at + sizes[0] + sizes[1]), count=num).view(bool)
         return cls(layout, keys, digests, live, reasons)
 
     def key(self, row: int) -> str:
-        """The key of a row."""
+        """The key of one row."""
         return str(self.keys[row].tobytes().hex())
 
     def names(self) -> list[str]:
-        """The keys as text, in the order of the rows."""
+        """The keys as text, in row order."""
         return key_names(self.keys)
 
     def location(self, row: int) -> Location:
-        """Where the entry of a row lies."""
+        """The location of a row's entry."""
         return Location(self.pack, row, self.digests[row].tobytes(), self.pack.group_of(row))
 
     def damaged(self) -> dict[str, str]:
-        """Why each damaged entry is one, by key."""
+        """The reason for each damaged entry, by key."""
         return dict(zip(key_names(self.keys[list(self.reasons)]), self.reasons.values(), strict=True))
 
 
 def drop_copies(rows: Sequence[PackRow]) -> None:
-    """Let a key that is live in several rows be live in the first of these alone."""
+    """Keep each key live only in the first of the rows that have it live."""
     if not rows:
         return
     live = np.flatnonzero(np.concatenate([row.live for row in rows]))
@@ -222,11 +222,11 @@ def drop_copies(rows: Sequence[PackRow]) -> None:
         row.live[:] = first[end - len(row.keys) : end]
 
 
-@lru_cache(256)  # of damaged entries they are long
+@lru_cache(256)  # bounded: the reasons of damaged entries make a head long
 def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, dict[str, list[int]]]:
-    """The groups, bytes of the file, and rows by reason that a row's head lists. Full packs often share one.
+    """Parse a row's head into groups, file size, and rows by reason. Cached, since full packs often share a head.
 
-    Do not change what it returns.
+    Do not modify the result.
     """
     value = json.loads(str(text, "ascii"))
     groups, first = list[RowGroup](), 0

@@ -1,4 +1,4 @@
-"""MemoryStore: the CPU tier. Nothing outlives the process."""
+"""MemoryStore: entries in CPU memory, gone when the process ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MemoryStore(Store):
     @property
     def _open(self) -> dict[str, OwnedEntry]:
         if self._entries is None:
-            raise StoreError("the store is closed; its entries are gone")
+            raise StoreError("the store is closed and its entries are gone; make a new one")
         return self._entries
 
     @override
@@ -64,7 +64,7 @@ class MemoryStore(Store):
         return [self._stored(key).values for key in keys]
 
     def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:
-        """All is in memory."""
+        """A no-op: everything is in memory."""
         _ = self._open
 
     @override
@@ -72,7 +72,7 @@ class MemoryStore(Store):
         return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
 
     def damaged(self) -> dict[str, str]:
-        """Always empty: memory is not checked."""
+        """Always empty: entries in memory are not verified."""
         return {}
 
     @override

@@ -1,14 +1,14 @@
 """Packs: sealed safetensors files that hold many entries.
 
-A pack is a file of columns (`layout`): one tensor per field, shape and dtype (`moments/8x128x128`), a row per entry, so
-that any tool can open it. Four more tensors describe the entries, in the order of the rows: `_index/keys` [n, 32],
-`_index/digests` [n, 16], and the records as bytes, `_index/records` with `_index/record_offsets` [n + 1]. So the header
-stays small whatever the number of entries, and an index is rebuilt from two arrays without parsing a record.
+A pack consists of columns (`layout`): one tensor per field, shape and dtype (`moments/8x128x128`) with a row per entry,
+so any tool can open it. Four more tensors describe the entries in row order: `_index/keys` [n, 32], `_index/digests`
+[n, 16], and the records as bytes, `_index/records` with `_index/record_offsets` [n + 1]. This keeps the header small
+for any number of entries, and lets an index be rebuilt from two arrays without parsing records.
 
     8 bytes   header (JSON)    keys   digests   offsets   records   moments/8x128x128   hidden/values   hidden/offsets
     |length | padded with ' ' |      |         |         |         |                   |               |             |
-            every tensor starts on 64 bytes: unaligned copies are up to 5 times slower. safetensors allows no holes, so
-            the gap before a tensor is itself a small tensor, `_padding/<i>`
+            every tensor starts at a multiple of 64 bytes: unaligned copies are up to 5 times slower. safetensors
+            allows no holes, so the gap before a tensor is a small tensor itself, `_padding/<i>`
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from latentcache.types import Record
 from latentcache.utils.durable_files import open_to_read, sealed_file, unreadable, write_all
 
 PACK_FORMAT = "2"
-DISAGREE = "its pack and the index do not agree; `latentcache rebuild` may bring it back"
+DISAGREE = "its pack and the index do not agree; `latentcache rebuild` may restore it"
 HEADER_BYTES = 16 << 10
-"""The header of a pack stays below, whatever the number of its entries."""
+"""Upper bound for the headers that are written, for any number of entries."""
 MAX_HEADER_BYTES = 1 << 20
-"""A longer header is refused before it is parsed."""
+"""Upper bound for the headers that are read; longer ones are refused before parsing."""
 _INDEX = _KEYS, _DIGESTS, _OFFSETS, _RECORDS = (
     "_index/keys",
     "_index/digests",
@@ -80,7 +80,7 @@ _SAFETENSORS_DTYPES = {
 _OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 
 _Tensors = Mapping[str, tuple[str, tuple[int, ...], int]]
-"""The tensors of a document by name: dtype, shape, and where its bytes start."""
+"""The tensors of a document by name: dtype, shape, and the offset of the bytes in the file."""
 
 # Writing
 
@@ -91,10 +91,9 @@ def new_pack_id() -> str:
 
 
 def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
-    """Write entries (keys distinct, at least one) to a new pack at `path`, durably.
+    """Write entries (at least one, distinct keys) durably to a new pack at `path`, whose stem is the pack's id.
 
-    The rows are in the order of `entries`, group by group. The file's stem is the pack's id. StorageFullError leaves
-    nothing behind.
+    Rows are in the order of `entries`, group by group. StorageFullError leaves nothing behind.
     """
     row, num_bytes, buffers = pack_buffers(path.stem, entries)
     with sealed_file(path, num_bytes) as fd:
@@ -104,7 +103,7 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
 
 
 class _Tensor(NamedTuple):
-    """A tensor that is to be written: its dtype and shape, and where its bytes come from."""
+    """A tensor to be written: its dtype, its shape, and the buffers that hold its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -116,9 +115,9 @@ class _Tensor(NamedTuple):
 
 
 def _document(metadata: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> tuple[_Tensors, int, list[Any]]:
-    """A safetensors document with these tensors, in this order, each on 64 bytes.
+    """Lay out a safetensors document with these tensors in this order, each aligned to 64 bytes.
 
-    Returns where they lie, the bytes of the document, and the parts that these are made of.
+    Returns the placed tensors, the document's size, and its parts.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     starts: dict[str, int] = {}
@@ -140,14 +139,14 @@ def _document(metadata: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> tu
 
 
 def _offsets_of(lengths: Sequence[int]) -> np.ndarray:
-    """Where each of n parts begins, and where the last one ends: int64 [n + 1]."""
+    """The start of each of n contiguous parts, and the end of the last: int64 [n + 1]."""
     return np.fromiter(accumulate(lengths, initial=0), _INT64, len(lengths) + 1)
 
 
 def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
-    """What `write_pack` writes: the row, how many bytes there are, and these, one buffer after the other.
+    """The content of a pack: its row, its size in bytes, and its bytes as consecutive buffers.
 
-    The buffers are views of the entries' arrays: nothing is copied, and these must not change meanwhile.
+    The buffers are views of the entries' arrays, which must not change until they are written.
     """
     groups: dict[Any, list[OwnedEntry]] = {}
     for entry in entries:
@@ -164,7 +163,7 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
         names = []
         for (name, dtype, shape, is_ragged), *parts in zip(fields, *[m.values.arrays for m in members], strict=True):
             title = f"{name}/values" if is_ragged else f"{name}/{'x'.join(map(str, shape)) or 'scalar'}"
-            ending = f"/{number}" if title in columns else ""  # groups that differ elsewhere, or in the dtype
+            ending = f"/{number}" if title in columns else ""  # groups that differ in another field or in the dtype
             title, offsets_title, num_rows = title + ending, None, len(parts)
             if is_ragged:
                 offsets_title, offsets = f"{name}/offsets{ending}", _offsets_of([part.shape[1] for part in parts])
@@ -186,7 +185,7 @@ def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, 
         _Tensor("int64", record_offsets.shape, [record_offsets]),
         _Tensor("uint8", (int(record_offsets[-1]),), records),
     ]
-    # Columns that end on 64 bytes come first: then at most the others need padding.
+    # Columns whose size is a multiple of 64 come first: no padding is needed between them.
     by_ending = sorted(columns.items(), key=lambda item: (item[1].num_bytes % ALIGNMENT != 0, item[0]))
     placed, num_bytes, buffers = _document(metadata, dict(zip(_INDEX, index, strict=True)) | dict(by_ending))
     row = PackRow.new(Pack(pack_id, num_bytes, _groups_of(listed, placed)), keys, digests)
@@ -205,15 +204,15 @@ def _records_digest(offsets: np.ndarray, records: bytes) -> str:
 
 
 Read = Callable[[int, int], bytes | memoryview]
-"""Gives bytes of a pack: so many from an offset, and fewer where the pack ends before."""
+"""Reads bytes of a pack: (offset, number) -> bytes, fewer at the end of the pack."""
 
 
 def _header(read: Read, file_bytes: int) -> tuple[Mapping[str, str], _Tensors]:
-    """The metadata and the tensors. ValueError and its like for what is no header, or does not fit the file."""
+    """The metadata and tensors. ValueError or the like if the header is invalid or does not fit the file."""
     num_bytes = int.from_bytes(read(0, 8), "little")
     if num_bytes > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {num_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
-    # With a parser of its own a reader depends on no release of safetensors.
+    # Parsed here, so that reading does not depend on a release of safetensors.
     header = json.loads(str(read(8, num_bytes), "utf-8"))
     metadata = header.pop("__metadata__", {})
     found = metadata.get("latentcache")
@@ -223,19 +222,19 @@ def _header(read: Read, file_bytes: int) -> tuple[Mapping[str, str], _Tensors]:
     tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = _OUR_DTYPES[entry["dtype"]], tuple(entry["shape"])
-        # As safetensors demands: no holes, no overlaps, and no bytes after the last tensor.
+        # safetensors requires this: no holes, no overlaps, no bytes after the last tensor.
         start, end = end, end + math.prod(shape) * ARRAY_DTYPES[dtype].itemsize
         is_shape = all(type(size) is int and size >= 0 for size in shape)
         if not is_shape or entry["data_offsets"] != [start, end]:
             raise ValueError(f"{name!r:.80} of shape {shape!r:.80} lies at {entry['data_offsets']!r:.80}")
         tensors[name] = dtype, shape, data_start + start
     if data_start + end != file_bytes:
-        raise ValueError(f"it has {file_bytes:,} bytes, and its header says {data_start + end:,}")
+        raise ValueError(f"it has {file_bytes:,} bytes, but its header says {data_start + end:,}")
     return metadata, tensors
 
 
 def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
-    """The groups that a header lists. ValueError and its like if they and its tensors do not fit together."""
+    """The groups that a header lists. ValueError or the like if they do not match its tensors."""
     groups: list[RowGroup] = []
     first = 0
     for kind, num, fields in listed:
@@ -253,15 +252,15 @@ def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
 
 
 def row_in(path: Path | str, file_bytes: int, read: Read) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
-    """The row of a pack of so many bytes, as `read_row` reads it; where its tensors start, and its metadata.
+    """Parse a pack of `file_bytes`: its row (see `read_row`), the offsets of its tensors, and its metadata.
 
-    `path` names it in errors, and its stem is the pack's id. Errors of `read` get through.
+    `path` identifies it in errors, and its stem is the pack's id. Errors from `read` propagate.
     """
 
     def exactly(offset: int, number: int) -> bytes | memoryview:
         data = read(offset, number)
         if len(data) != number:
-            raise ValueError(f"it ends after {offset + len(data):,} bytes, where {offset + number:,} are needed")
+            raise ValueError(f"it ends after {offset + len(data):,} bytes, but {offset + number:,} are needed")
         return data
 
     try:
@@ -270,12 +269,12 @@ def row_in(path: Path | str, file_bytes: int, read: Read) -> tuple[PackRow, Mapp
         num = pack.num_entries
         index = [("uint8", (num, KEY_BYTES)), ("uint8", (num, DIGEST_BYTES)), ("int64", (num + 1,))]
         if [tensors[name][:2] for name in _INDEX[:-1]] != index or tensors[_RECORDS][0] != "uint8":
-            raise ValueError(f"its groups have {num:,} entries, and the tensors of its index do not")
+            raise ValueError(f"its groups have {num:,} entries, but its `_index` tensors do not")
         starts = {name: start for name, (_, _, start) in tensors.items()}
         keys = np.frombuffer(exactly(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
         digests = np.frombuffer(exactly(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
         if metadata["index_digest"] != _index_digest(metadata["groups"], keys, digests):
-            raise ValueError("its keys and digests do not have the digest that was stored with them")
+            raise ValueError("its keys and digests do not match their stored digest")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PackError(path, f"not a pack: {error!s:.200}") from error
     except MemoryError as error:
@@ -284,10 +283,10 @@ def row_in(path: Path | str, file_bytes: int, read: Read) -> tuple[PackRow, Mapp
 
 
 def read_row(path: Path) -> PackRow:
-    """Read and check a pack's header, keys and digests, and nothing else. PackError if they are not as written.
+    """Read and check only a pack's header, keys and digests. PackError if they are not as written.
 
-    FileNotFoundError if there is no such file. A plain StoreError says that the file cannot be read now, and nothing
-    about what it holds.
+    FileNotFoundError if there is no such file. A plain StoreError means that the file cannot be read now; it says
+    nothing about its content.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
 
@@ -302,9 +301,9 @@ def read_row(path: Path) -> PackRow:
 
 
 def map_pack(path: Path, num_bytes: int) -> np.ndarray:
-    """The first bytes of the file as a mapped, flat uint8 array, which must not be written to.
+    """Map the first `num_bytes` of a file as a flat uint8 array, which must not be written to.
 
-    PackError if it is shorter: touching what is missing would kill the process (SIGBUS). FileNotFoundError and
+    PackError if the file is shorter: touching the missing bytes would kill the process (SIGBUS). FileNotFoundError and
     StoreError as for `read_row`.
     """
     import torch
@@ -312,10 +311,10 @@ def map_pack(path: Path, num_bytes: int) -> np.ndarray:
     with os.fdopen(open_to_read(path), "rb") as file:
         fd = file.fileno()
         if (file_bytes := os.fstat(fd).st_size) < num_bytes:
-            raise PackError(path, f"has {file_bytes:,} bytes, and was written with {num_bytes:,}")
-        # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
-        # The mapping is private, so a stray write could not reach the file.
-        # By its descriptor where that has a name: meanwhile the file's own may be gone.
+            raise PackError(path, f"has {file_bytes:,} bytes, but was written with {num_bytes:,}")
+        # Not mmap.mmap, which keeps a descriptor per pack open: a large cache has more packs than descriptors.
+        # A private mapping, so that a stray write cannot reach the file.
+        # Opened through the descriptor where that has a path: the file may have been unlinked meanwhile.
         source = f"/dev/fd/{fd}" if os.path.exists(f"/dev/fd/{fd}") else str(path)
         try:
             return torch.from_file(source, shared=False, size=num_bytes, dtype=torch.uint8, device="cpu").numpy()
@@ -349,9 +348,9 @@ def arrays_in(data: np.ndarray, key: str, location: Location, *, verify: bool = 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholePack:
-    """A pack with all of its bytes (`data`: uint8, flat), to read its records, and to check or copy its entries.
+    """A pack with all of its bytes (`data`: flat uint8), for reading records and for checking or copying entries.
 
-    `row` is the pack's row, in which all entries are live. The JSON of row i is `records[offsets[i]:offsets[i + 1]]`.
+    `row` is the pack's row, with all entries live. The JSON of row i is `records[offsets[i]:offsets[i + 1]]`.
     """
 
     row: PackRow
@@ -361,12 +360,12 @@ class WholePack:
 
     @classmethod
     def in_file(cls, path: Path, fd: int | None = None) -> WholePack:
-        """The pack at `path`, mapped, or in the open file `fd` that is to lie there. Errors as for `read_row`."""
+        """Map the pack at `path`, or the open file `fd` that will be moved there. Errors as for `read_row`."""
         if fd is None:
             with os.fdopen(open_to_read(path), "rb") as file:
                 return cls.in_file(path, file.fileno())
         if not os.fstat(fd).st_size:
-            raise PackError(path, "ends after 0 bytes, where 8 are needed")
+            raise PackError(path, "is empty")
         try:
             data = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         except (ValueError, OSError, MemoryError) as error:
@@ -375,36 +374,36 @@ class WholePack:
 
     @classmethod
     def in_memory(cls, path: Path | str, data: bytes | memoryview | mmap.mmap) -> WholePack:
-        """The pack of these bytes, of which its values are views. Its id is `path`, or the stem of that. PackError."""
+        """Parse a pack whose values are views of `data`. Its id is the stem of `path`. PackError."""
         data = memoryview(data).cast("B")
-        # Copies, but for the values: a file that is cut short later must not take what is kept of its records.
+        # All but the values is copied: truncating the file later must not affect the records that are kept.
         row, starts, metadata = row_in(path, len(data), lambda at, number: bytes(data[at : at + number]))
         first = starts[_OFFSETS]
         offsets = np.frombuffer(bytes(data[first : first + (len(row.keys) + 1) * _INT64.itemsize]), _INT64)
         records = bytes(data[starts[_RECORDS] : starts[_RECORDS] + int(offsets[-1])])
         if metadata.get("records_digest") != _records_digest(offsets, records):
-            raise PackError(path, "the records do not have the digest that was stored with them")
+            raise PackError(path, "the records do not match their stored digest")
         return cls(row, offsets, records, np.frombuffer(data, np.uint8))
 
     def is_at(self, key: str, location: Location) -> bool:
-        """Whether the pack has this key where the index says, as the index says."""
+        """Whether the pack has this key at this location, with the layout and digest that the index lists."""
         at = location.row
         return at < len(self.row.keys) and self.row.key(at) == key and self.row.location(at) == location
 
     def json(self, at: int) -> bytes:
-        """The JSON of a row's record."""
+        """The JSON of one record."""
         return self.records[self.offsets[at] : self.offsets[at + 1]]
 
     def record(self, at: int) -> Record:
-        """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
+        """The record of one row. ValueError if it is invalid or its identity gives another key."""
         return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
 
     def verified(self, key: str, location: Location) -> EntryArrays | str:
-        """The entry's arrays where the index says, or why they are not what was stored."""
+        """The entry's arrays at the location in the index, or the reason why it is damaged."""
         return arrays_in(self.data, key, location) if self.is_at(key, location) else DISAGREE
 
     def problem(self, key: str, location: Location) -> str | None:
-        """Why an entry is not what was stored, by its payload or its record. None: it is."""
+        """The reason why an entry's payload or record is damaged, or None if both are intact."""
         found = self.verified(key, location)
         if isinstance(found, str):
             return found
@@ -415,26 +414,26 @@ class WholePack:
         return None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """The entries that are not what was stored: key and reason."""
+        """Yield the key of each damaged entry, and the reason."""
         for at, key in enumerate(self.row.names()):
             if (problem := self.problem(key, self.row.location(at))) is not None:
                 yield key, problem
 
     def checked_row(self, path: Path) -> PackRow:
-        """The pack's row. PackError naming `path` unless every byte that counts is as it was written."""
+        """Check every entry and return the pack's row. PackError naming `path` if one is damaged."""
         for key, problem in self.problems():
             raise PackError(path, f"entry {key}: {problem}")
         return self.row
 
     def entry(self, key: str, location: Location) -> OwnedEntry | str:
-        """An entry whose values are views of the pack, or why it is not what was stored."""
+        """The entry, with values that are views of the pack, or the reason why it is damaged."""
         found, group = self.verified(key, location), location.group
         if isinstance(found, str):
             return found
         return OwnedEntry(key, group.kind, self.json(location.row), found, group.ragged)
 
     def part(self, keys: Collection[str]) -> tuple[PackRow, bytes]:
-        """A new pack, in memory, of these entries. PackError if one is not what was stored."""
+        """Copy these entries into a new pack in memory. PackError if one is damaged."""
         entries = []
         for at, key in enumerate(self.row.names()):
             if key in keys:

@@ -1,4 +1,4 @@
-"""Where each entry lies, in memory: arrays of the rows of packs, and their order by key. 61 bytes an entry."""
+"""The location of each entry, in memory: arrays of all packs' rows, sorted by key. 61 bytes per entry."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from latentcache.store.entry import check_key
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, RowGroup
 
 _KEY_WORDS = 4
-_CHUNK_PACKS = 256  # brought together at once: small arrays for each pack would leave holes all over the heap
+_CHUNK_PACKS = 256  # joined at once: small arrays per pack would fragment the heap
 _CHUNK = 1 << 14  # keys looked up at once
-_MIN_MERGE = 4  # a part of the table is merged with a later one that is not this many times smaller
+_MIN_MERGE = 4  # a part of the table is merged with the next one unless it is this many times larger
 
 
 def key_words(keys: Sequence[str]) -> np.ndarray:
-    """Keys as words [n, 4] that sort as they do. StoreError for one that is no key."""
-    # One conversion for all: each on its own takes ten times as long.
+    """Keys as words [n, 4] with the same sort order. StoreError for an invalid key."""
+    # One conversion for all keys is ten times faster than one per key.
     try:
         text = "".join(keys)
         data = bytes.fromhex(text)
-        # fromhex is more liberal than a key is.
+        # fromhex accepts more than valid keys.
         good = data.hex() == text and set(map(len, keys)) <= {2 * KEY_BYTES}
     except (ValueError, TypeError):
         good = False
@@ -40,7 +40,7 @@ def _words(keys: np.ndarray) -> np.ndarray:
 
 
 _Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The columns of some packs' rows: keys as words [n, 4], digests [n, 16], and which are live [n]."""
+"""Columns of packs' rows: keys as words [n, 4], digests [n, 16], and live flags [n]."""
 
 
 def _joined(columns: Iterable[_Columns]) -> _Columns:
@@ -50,10 +50,10 @@ def _joined(columns: Iterable[_Columns]) -> _Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The rows of some packs, one pack after the other: that of number i (`numbers`, by id) begins at `starts[i]`.
+    """The rows of some packs, pack by pack: pack i (`numbers` maps ids to i) starts at row `starts[i]`.
 
-    `order` has the rows that were live when the part was made, by key, and `first_words` the first word of each of
-    these, to search in: 64 bits of a digest, which no two keys of a part share. `live` is changed.
+    `order` lists the rows that were live when the part was made, sorted by key, and `first_words` the first word of
+    each of their keys, for binary search: no two keys of a part share these 64 bits. Only `live` is mutable.
     """
 
     packs: list[Pack]
@@ -67,7 +67,7 @@ class _Part:
 
     @classmethod
     def of(cls, packs: list[Pack], columns: _Columns) -> _Part:
-        """Sort the rows that are live."""
+        """Make a part of these packs, with its live rows sorted by key."""
         keys, digests, live = columns
         starts = np.fromiter(accumulate([pack.num_entries for pack in packs], initial=0), np.int64, len(packs) + 1)
         order = np.flatnonzero(live)
@@ -77,14 +77,14 @@ class _Part:
         return cls(packs, numbers, starts, keys, digests, live, order[by_key].astype(np.int32), first_words[by_key])
 
     def compacted(self) -> tuple[list[Pack], _Columns]:
-        """The packs in which something is live, and their columns."""
+        """The packs with live rows, and their columns."""
         kept = np.logical_or.reduceat(self.live, self.starts[:-1])
         rows = np.repeat(kept, np.diff(self.starts))
         packs = [pack for pack, is_kept in zip(self.packs, kept.tolist(), strict=True) if is_kept]
         return packs, (self.keys[rows], self.digests[rows], self.live[rows])
 
     def positions(self, words: np.ndarray) -> np.ndarray:
-        """Where the keys are: integers [n], and -1 for a key that is not here, or is not live."""
+        """The row of each key: integers [n], -1 for a key that is missing or not live."""
         at = self.first_words.searchsorted(words[:, 0])
         positions = self.order.take(at, mode="clip")
         found = self.keys.take(positions, axis=0)
@@ -95,7 +95,7 @@ class _Part:
         return np.where(here, positions, np.int64(-1))
 
     def locations(self, positions: np.ndarray) -> list[Location]:
-        """The locations of these rows."""
+        """The locations of these rows of the part."""
         numbers = self.starts.searchsorted(positions, "right") - 1
         rows = (positions - self.starts.take(numbers)).tolist()
         digests = self.digests.take(positions, axis=0).view(f"V{DIGEST_BYTES}").ravel().tolist()
@@ -106,15 +106,15 @@ class _Part:
         ]
 
     def names(self, positions: np.ndarray) -> list[str]:
-        """The keys of these rows."""
+        """The keys of these rows of the part."""
         return key_names(self.keys[positions].astype(">u8"))
 
 
 class LocationTable:
-    """A map of keys to locations. One thread at a time may change it; others may read at the same time.
+    """A map from keys to locations. One thread at a time may change it, while other threads read it.
 
-    It is a tuple of parts: a large one, and smaller ones of the packs that came later. A key is live in one part at
-    most. It also knows why entries are damaged, by pack.
+    It is a tuple of parts: a large one, and smaller ones for packs that were added later. A key is live in at most one
+    part. It also holds the reasons of damaged entries, by pack.
     """
 
     def __init__(self, rows: Iterable[PackRow] = ()):
@@ -124,7 +124,7 @@ class LocationTable:
         self.add(rows)
 
     def add(self, rows: Iterable[PackRow]) -> None:
-        """Add packs, or put new rows in the place of old ones, with the entries that are live in them."""
+        """Add packs with their live entries, replacing the rows of packs that are already here."""
         packs: list[Pack] = []
         chunks: list[_Columns] = []
         rest = iter(rows)
@@ -147,9 +147,9 @@ class LocationTable:
 
     @staticmethod
     def _search(parts: Sequence[_Part], keys: Sequence[str]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """By part: its number, which of the keys it has, and where. StoreError for one that is no key.
+        """Yield for each part its number, the indices of its keys, and their rows. StoreError for an invalid key.
 
-        The parts are given, since another thread may put others in their place.
+        The caller passes the parts, since another thread may replace them.
         """
         for start in range(0, len(keys), _CHUNK):
             words = key_words(keys[start : start + _CHUNK])
@@ -159,7 +159,7 @@ class LocationTable:
                 yield number, start + here, positions[here]
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
-        """Where the keys are, None for one that is not here. StoreError for one that is no key."""
+        """The location of each key, None if it is missing. StoreError for an invalid key."""
         found: list[Location | None] = [None] * len(keys)
         parts = self._parts
         for number, here, positions in self._search(parts, keys):
@@ -168,7 +168,7 @@ class LocationTable:
         return found
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Say where entries lie: see `Store.places`."""
+        """The pack and row of each entry: see `Store.places`."""
         parts = self._parts
         before = list(accumulate([len(part.packs) for part in parts], initial=0))
         found = np.full((len(keys), 2), -1, np.int64)
@@ -179,17 +179,17 @@ class LocationTable:
         return [pack.id for part in parts for pack in part.packs], found
 
     def find(self, keys: Sequence[str]) -> set[str]:
-        """Find which of the keys are here."""
+        """The keys that have entries. StoreError for an invalid key."""
         return {keys[at] for _, here, _ in self._search(self._parts, keys) for at in here.tolist()}
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Forget entries."""
+        """Drop entries."""
         parts = self._parts
         for number, _, positions in self._search(parts, keys):
             parts[number].live[positions] = False
 
     def drop_packs(self, packs: Collection[str]) -> None:
-        """Forget packs, and what lies in them."""
+        """Drop packs and their entries."""
         for pack in packs:
             for part, rows in self._rows_of(pack):
                 part.live[rows] = False
@@ -197,31 +197,31 @@ class LocationTable:
             self._reasons.pop(pack, None)
 
     def damaged(self) -> dict[str, str]:
-        """Why each entry that is not here is damaged, by key."""
-        # Of lists: another thread may change the dicts.
+        """The reason for each damaged entry, by key, unless an intact copy is live."""
+        # Copied to lists first: another thread may change the dicts.
         known = dict(chain.from_iterable([list(reasons.items()) for reasons in list(self._reasons.values())]))
         live = self.find(list(known))
         return {key: reason for key, reason in known.items() if key not in live}
 
     def packs_with_reasons(self, keys: Collection[str]) -> set[str]:
-        """The packs that say why one of these entries is damaged."""
+        """The packs that hold a damage reason for one of these entries."""
         return {pack for pack, reasons in self._reasons.items() if not reasons.keys().isdisjoint(keys)}
 
     def mark(self, key: str, reason: str) -> None:
-        """Make an entry a damaged one, here alone."""
+        """Mark an entry as damaged in this table only."""
         self.drop([key])
         self._reasons.setdefault("", {})[key] = reason
 
     def keys(self) -> list[str]:
-        """All keys, oldest pack first."""
+        """All live keys, oldest pack first."""
         return [key for part in self._parts for key in part.names(np.flatnonzero(part.live))]
 
     def empty_packs(self) -> set[str]:
-        """The packs in which no entry is live."""
+        """The packs without live entries."""
         return self.packs.keys() - self.live_sizes().keys()
 
     def entries_in(self, pack: str) -> dict[str, Location]:
-        """The entries that lie in a pack, by key."""
+        """The locations of a pack's live entries, by key."""
         for part, rows in self._rows_of(pack):
             if part.live[rows].any():
                 positions = rows.start + np.flatnonzero(part.live[rows])
@@ -229,17 +229,17 @@ class LocationTable:
         return {}
 
     def _rows_of(self, pack: str) -> Iterator[tuple[_Part, slice]]:
-        """Where a pack's rows are. Of several parts one has those that count."""
+        """Yield the parts that have a pack's rows, and their range. At most one of them has live rows."""
         for part in self._parts:
             if (number := part.numbers.get(pack)) is not None:
                 yield part, slice(int(part.starts[number]), int(part.starts[number + 1]))
 
     def live_sizes(self) -> dict[str, tuple[int, int]]:
-        """By pack that has live entries: how many, and the bytes of their values (`RowGroup.mean_bytes` each)."""
+        """The number and the bytes of live entries in each pack that has any (`RowGroup.mean_bytes` each)."""
         return _summed((pack.id, num, group) for pack, num, group in self._live_groups())
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """By kind: how many entries there are, and the bytes of their values (`RowGroup.mean_bytes` each)."""
+        """The number and the bytes of live entries of each kind (`RowGroup.mean_bytes` each)."""
         return _summed((group.kind, num, group) for _, num, group in self._live_groups())
 
     def _live_groups(self) -> Iterator[tuple[Pack, int, RowGroup]]:
@@ -260,7 +260,7 @@ def _summed(groups: Iterable[tuple[str, int, RowGroup]]) -> dict[str, tuple[int,
 
 
 def _merged(parts: list[_Part]) -> tuple[_Part, ...]:
-    """The parts, with small ones joined: each is several times larger than the next, so there are few."""
+    """Merge small parts, so that each part is several times larger than the next and there are few of them."""
     while len(parts) > 1 and len(parts[-2].order) < _MIN_MERGE * len(parts[-1].order):
         (packs, columns), (more_packs, more_columns) = parts[-2].compacted(), parts[-1].compacted()
         parts[-2:] = [_Part.of(packs + more_packs, _joined([columns, more_columns]))]

@@ -1,11 +1,10 @@
-"""Verify, rebuild, prune and compact a cache in a directory. Each may be stopped, or die, at any moment.
+"""Verify, rebuild, prune and compact a cache in a directory. Each of them may be interrupted or killed at any moment.
 
-Each takes a `DiskStore` or a path. StoreBusyError: a writer, or another of these, works on the cache. A report's
-fields are what was done or, with `dry_run`, what would be.
+Each takes a `DiskStore` or a path. StoreBusyError: a writer or another of these operations works on the cache. The
+fields of a report say what was done or, with `dry_run`, what would be done.
 
-Entries are copied in an order in which a death at any step loses nothing: new pack sealed, index switched in one
-transaction, old pack deleted. A new pack without the switch is added at the next opening as one that holds nothing
-live.
+Copying entries is crash-safe: the new pack is sealed, the index is switched in one transaction, and then the old pack
+is deleted. After a crash before the switch, the next opening adds the new pack as one without live entries.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ logger = logging.getLogger("latentcache")
 MAX_DEAD_FRACTION = 0.3
 SMALL_FILE_BYTES = PACK_BYTES // 4
 SMALL_ENTRIES = PACK_ENTRIES // 4
-"""A pack is rewritten when more of its payload is dead, or when it is small in both and there are others to join."""
+"""A pack is rewritten if more of its payload is dead, or if it is below both sizes and there are others to join."""
 StoreOrPath = DiskStore | str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Report):
-    """What was read, and what is wrong.
+    """What was read and what is damaged.
 
-    `damaged`: key -> reason, found now. `known_damaged`: found earlier and not stored again since. `unreadable`:
+    `damaged`: key -> reason, newly found. `known_damaged`: found earlier and not stored again since. `unreadable`:
     pack -> reason.
     """
 
@@ -55,13 +54,13 @@ class VerifyReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether nothing is damaged or unreadable."""
         return not self.damaged and not self.known_damaged and not self.unreadable
 
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport(Report):
-    """Entries and packs that were found. `unreadable`: file -> reason."""
+    """The numbers of entries and packs found. `unreadable`: file -> reason."""
 
     num_entries: int
     num_packs: int
@@ -70,20 +69,20 @@ class RebuildReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class PruneReport(Report):
-    """Entries removed and their payload; packs that held nothing else, and the bytes of their files."""
+    """Entries removed and the size of their values; packs that were left empty and the size of their files."""
 
     num_entries: int
     num_bytes: int
     num_packs: int
     file_bytes: int
     file_bytes_left: int
-    """Bytes of all packs' files, afterwards."""
+    """Size of all remaining pack files."""
     dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CompactReport(Report):
-    """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied."""
+    """Packs and file sizes before and after, entries copied, and damaged entries (key -> reason), which were not."""
 
     num_packs_before: int
     num_packs_after: int
@@ -98,10 +97,10 @@ class CompactReport(Report):
 def verify(
     store: StoreOrPath, *, subset: tuple[int, int] | None = None, progress: Progress | None = None
 ) -> VerifyReport:
-    """Read every entry and check its digest, its record, and that index and packs agree. Damaged ones become misses.
+    """Check every entry's digest and record, and that index and packs agree. Damaged entries become misses.
 
-    `subset=(n, t)` takes the n-th of t parts of the packs, 1 <= n <= t; all t parts are all packs. A read-only store
-    is checked but not changed.
+    `subset=(n, t)` checks only the n-th of t parts of the packs, 1 <= n <= t; together the parts cover all packs. A
+    read-only store is checked but not changed.
     """
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
@@ -125,7 +124,7 @@ def verify(
 
 
 def packs_in_subset(packs: Iterable[str], subset: tuple[int, int] | None) -> list[str]:
-    """The packs, by id, of the n-th of t parts, by default all. StoreError unless 1 <= n <= t."""
+    """The ids of the packs in the n-th of t parts, by default of all packs. StoreError unless 1 <= n <= t."""
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
@@ -133,10 +132,9 @@ def packs_in_subset(packs: Iterable[str], subset: tuple[int, int] | None) -> lis
 
 
 def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
-    """Check these entries alone, as `verify` does. Returns why those are damaged that are: they are misses now.
+    """Check only these entries, like `verify`. Returns the reasons of damaged ones, which are misses from now on.
 
-    What is not there, or moved meanwhile, is not damaged. StoreError for what is no key, or if a pack cannot be read
-    now.
+    Missing entries are skipped. StoreError for an invalid key, or if a pack cannot be read now.
     """
     disk.reload()
     disk.release({found.pack.id for found in disk.look_up(list(keys)) if found is not None})
@@ -153,9 +151,9 @@ def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
 
 
 def _check(disk: DiskStore, packs: Iterable[str], progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
-    """Compare the entries of these packs with their digests and records, and mark those that are damaged.
+    """Check the entries of these packs against their digests and records, and mark damaged ones.
 
-    Returns why entries are damaged, by key, and why packs cannot be read.
+    Returns the reasons of damaged entries, by key, and of unreadable packs.
     """
     found: dict[str, tuple[Location, str]] = {}
     unreadable: dict[str, str] = {}
@@ -166,9 +164,9 @@ def _check(disk: DiskStore, packs: Iterable[str], progress: Progress) -> tuple[d
             problems = ((location, whole.problem(key, location)) for key, location in entries.items())
             found |= {key: (at, why) for key, (at, why) in zip(entries, problems, strict=True) if why is not None}
         except PackError as error:
-            steps = "`latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
+            steps = "To replace it, run `latentcache precache CONFIG`, then `latentcache compact`."
             if pack not in disk.table.packs:
-                steps = "The index does not know it: encode its entries again, and delete it."
+                steps = "It is not in the index: encode its entries again, then delete the file."
             unreadable[pack] = f"{error} {steps}"
             problem = f"its pack cannot be read: {error}"
         except FileNotFoundError:
@@ -176,7 +174,7 @@ def _check(disk: DiskStore, packs: Iterable[str], progress: Progress) -> tuple[d
             if entries:
                 unreadable[pack] = f"{path}: is gone"
         except StoreError as error:
-            unreadable[pack] = str(error)  # it cannot be read now: that says nothing about its entries
+            unreadable[pack] = str(error)  # it cannot be read now, which says nothing about its entries
         if problem:
             found |= {key: (location, problem) for key, location in entries.items()}
         progress.advance()
@@ -186,9 +184,9 @@ def _check(disk: DiskStore, packs: Iterable[str], progress: Progress) -> tuple[d
 
 
 def rebuild(store: StoreOrPath) -> RebuildReport:
-    """Rebuild the index from the packs' headers. Entries that were removed but not compacted away come back.
+    """Rebuild the index from the packs' headers. Entries that were removed but not compacted away reappear.
 
-    Nothing is remembered of entries that were found damaged: the next read finds it again.
+    Damage that was found before is forgotten; the next read detects it again.
     """
     with DiskStore.opened(store) as disk, locked(disk.directory.lock, "rebuild", shared=False):
         refused = disk.rebuild_index()
@@ -203,13 +201,12 @@ def prune(
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> PruneReport:
-    """Remove the entries whose keys are not in `keep`, and packs in which nothing is left. `compact` frees the rest.
+    """Remove all entries whose keys are not in `keep`, and the packs left empty. `compact` frees the other space.
 
-    If `keep` is a function, it is asked when no writer can add to the cache any more. With `max_bytes` only as much is
-    removed as is needed for the packs to have at most so many bytes, from the packs that were used the longest ago.
-    Packs of which something stays are rewritten at once. What is in `keep` stays also where that is more.
-    StoreBusyError where a reader runs that began before the manifests last changed: it may need what they had. A dry
-    run reports what could go once it has ended.
+    A function `keep` is called once writers are locked out. With `max_bytes`, entries are removed only until the packs
+    fit, from the least recently used packs first, and partly emptied packs are rewritten at once. Entries in `keep`
+    always stay, even if they exceed the limit. StoreBusyError while a reader runs that started before the manifests
+    last changed, since it may need the entries that they had. A dry run ignores such readers.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("prune", shared=False):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
@@ -221,7 +218,7 @@ def prune(
         for pack in sorted(disk.table.packs, key=disk.directory.last_use):
             if bytes_left <= limit:
                 break
-            if pack not in disk.table.packs:  # nothing in it was live: it went when another one was rewritten
+            if pack not in disk.table.packs:  # it had no live entries, and rewriting another pack deleted it
                 gone.add(pack)
                 continue
             others, others_bytes, is_all, frees = _unneeded(disk.table, pack, kept)
@@ -231,10 +228,10 @@ def prune(
             gone |= {pack} if is_all else set()
             bytes_left -= frees if is_all or max_bytes is not None else 0
             if others and not dry_run:
-                disk.remove(others)  # pack by pack: where millions of entries lie would take gigabytes
+                disk.remove(others)  # pack by pack: the locations of millions of entries would take gigabytes
             if max_bytes is not None and not dry_run:
                 rewrite(disk, {pack}, {}, {})
-                # Entries of natural length may have been larger than their pack's average; what could not go stays.
+                # Measured: ragged entries may differ from their pack's mean, and a file may not be deletable now.
                 bytes_left = sum(disk.directory.pack_sizes().values())
         if not dry_run:
             disk.drop_empty(gone)
@@ -260,30 +257,30 @@ def _check_readers(directory: CacheDirectory) -> None:
     if since <= changed:
         raise StoreBusyError(
             directory.path,
-            "a process reads this cache that began before the manifests last changed: it may need entries that they do "
-            "not have any more. Nothing is removed; try again when it has ended.",
+            "a process that reads this cache began before the manifests last changed, so it may need entries that they "
+            "no longer have. Nothing is removed; try again when that process has ended.",
         )
 
 
 def _unneeded(table: LocationTable, pack: str, kept: Collection[str]) -> tuple[list[str], int, bool, int]:
-    """The entries of a pack that are not kept, the bytes of their values, and whether they are all that it has.
+    """The entries of a pack that are not kept, the size of their values, and whether the pack has no others.
 
-    And the bytes that are freed without them: by removing the pack, or by a new one with the others.
+    The last value is the space freed by deleting the pack or, if entries stay, by rewriting it.
     """
     entries, layout = table.entries_in(pack), table.packs[pack]
     others = [key for key in entries if key not in kept]
     num_bytes, all_bytes = (sum([entries[key].group.mean_bytes for key in keys]) for keys in (others, entries))
     if len(others) == len(entries):
         return others, num_bytes, True, layout.file_bytes
-    # What is removed or dead, but for the header of the new pack.
+    # The values that are removed or dead, minus the new pack's header.
     return others, num_bytes, False, layout.payload_bytes - (all_bytes - num_bytes) - HEADER_BYTES
 
 
 def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
-    """Rewrite packs that are mostly dead, or small, into full ones, and delete those that hold nothing live.
+    """Rewrite small packs, and packs with many dead entries, into full ones, and delete packs without live entries.
 
-    Each entry is verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are
-    estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
+    Each entry is verified as it is copied; a damaged one is marked instead. With `dry_run` nothing is read, and the
+    figures after are estimates. Readers may run meanwhile: packs that they have mapped stay readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
         chosen = _to_rewrite(disk.table)
@@ -313,7 +310,7 @@ def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
 
 
 def _to_rewrite(table: LocationTable) -> dict[str, tuple[int, int]]:
-    """The packs that are to be rewritten, with the number of live entries in each, and the bytes of their values."""
+    """The packs to rewrite, with the number of live entries in each and the size of their values."""
     wasteful, small = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
     for pack, (num, live_bytes) in table.live_sizes().items():
         layout = table.packs[pack]
@@ -325,14 +322,14 @@ def _to_rewrite(table: LocationTable) -> dict[str, tuple[int, int]]:
 
 
 def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], unreadable: dict[str, str]) -> int:
-    """Copy the entries of these packs, and delete each pack as soon as nothing in it is live.
+    """Copy the live entries of these packs into new ones, and delete each old pack once it has no live entries.
 
-    Reasons of entries that are damaged are added to `damaged`, by key, and those of packs to `unreadable`. Returns how
-    many entries were copied.
+    Adds the reasons of damaged entries to `damaged`, by key, and of unreadable packs to `unreadable`. Returns how many
+    entries were copied.
     """
     copies, num_copied = _copies(disk, chosen, damaged, unreadable), 0
     while True:
-        buffer = PackBuffer()  # before: the entries of the last one have their packs mapped
+        buffer = PackBuffer()  # first, since the entries of the last buffer keep their packs mapped
         disk.drop_empty()
         buffer.fill(copies)
         if not buffer.entries:
@@ -345,14 +342,14 @@ def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], u
 def _copies(
     disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], unreadable: dict[str, str]
 ) -> Iterator[OwnedEntry]:
-    """The entries of these packs."""
+    """Yield the live, intact entries of these packs."""
     for pack in chosen:
-        if not (entries := disk.table.entries_in(pack)):  # all of it was removed meanwhile
+        if not (entries := disk.table.entries_in(pack)):  # all of them were removed meanwhile
             continue
         try:
             whole = WholePack.in_file(disk.directory.pack_path(pack))
         except (StoreError, FileNotFoundError) as error:
-            unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
+            unreadable[pack] = str(error)  # left as it is: `verify` marks its entries
             continue
         for key, location in entries.items():
             entry = whole.entry(key, location)

@@ -1,4 +1,4 @@
-"""Buffers entries and seals them in a background thread."""
+"""Buffers new entries and seals them as packs in a background thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PACK_BYTES = 64 << 20
 PACK_ENTRIES = 8192
 PACK_SPECS = 48
 PACK_AGE_S = 10.0
-"""A pack is sealed when one of these is reached; its age is checked when an entry is added. Entries of one spec share
-columns, and few specs keep the header of a pack below 16 KiB."""
+"""A pack is sealed when it reaches one of these limits; its age is checked when an entry is added. Entries of one spec
+share columns, and the limit on specs keeps a pack's header below 16 KiB."""
 
 
 class PackBuffer:
-    """Entries that are to be one pack, by key. After PACK_AGE_S seconds they are enough for one."""
+    """Entries that will form one pack, by key."""
 
     def __init__(self) -> None:
         self.entries: dict[str, OwnedEntry] = {}
@@ -32,21 +32,21 @@ class PackBuffer:
         self._first_at = 0.0
 
     def add(self, entry: OwnedEntry) -> None:
-        """Add an entry whose key is not here."""
+        """Add an entry with a new key."""
         self._first_at = self._first_at if self.entries else time.monotonic()
         self.entries[entry.key] = entry
         self._num_bytes += entry.num_bytes + len(entry.record)
         self._specs.add(entry.spec())
 
     def fill(self, entries: Iterator[OwnedEntry]) -> None:
-        """Add entries until it is full, or there are no more."""
+        """Add entries until the buffer is full or the iterator is exhausted."""
         for entry in entries:
             self.add(entry)
             if self.is_full():
                 return
 
     def is_full(self) -> bool:
-        """Whether the entries should be sealed, because there are many, or because they wait for long."""
+        """Whether the entries should be sealed, because they are many or have waited for PACK_AGE_S."""
         return (
             self._num_bytes >= PACK_BYTES
             or len(self.entries) >= PACK_ENTRIES
@@ -56,15 +56,15 @@ class PackBuffer:
 
 
 SealEntries = Callable[[Sequence[OwnedEntry]], tuple[int, int]]
-"""Makes entries durable. Returns how many of them were not there before, and the bytes that it wrote."""
+"""Makes entries durable. Returns how many of them are new, and the number of bytes written."""
 
 
 class Writer:
-    """Adds entries in the order given: gathers them into packs, which `seal_entries` makes durable in the background.
+    """Collects entries into packs in the order given, and lets `seal_entries` make them durable in the background.
 
-    Use it in a `with` block; leaving the block seals, on an exception too: what was added is whole. One thread calls
-    `add`. An error of the background thread comes up at the next `add`, `seal` or on leaving. At most two packs are in
-    memory: one that fills, and one that is being written. The context manager `hold` is entered for that time.
+    Use it in a `with` block. Leaving the block seals all added entries, even on an exception. Only one thread may call
+    `add`. An error of the background thread is raised by the next `add` or `seal`, or on leaving the block. At most
+    two packs are in memory: one that fills, and one that is being written. The block also holds the context `hold`.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Writer:
         claims: Path | None = None,
     ):
         self.num_added = 0
-        """Entries that are durable and were not there before."""
+        """Number of new entries that are durable."""
         self.bytes_written = 0
-        """Bytes of the files written."""
+        """Total size of the files written."""
         self._seal_entries = seal_entries
         self._hold = hold
         self._find = find
@@ -101,7 +101,7 @@ class Writer:
                 self._worker = self._claims = None
 
     def add(self, entry: Entry) -> None:
-        """Copy the entry and buffer it. A key that was added before is ignored. StoreError if it cannot be stored."""
+        """Copy and buffer the entry. A key that is already buffered is ignored. StoreError if it cannot be stored."""
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
         if check_key(entry.record.key) in self._buffer.entries:
@@ -111,10 +111,10 @@ class Writer:
             self._start_sealing(self._worker)
 
     def claim(self, keys: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Divide keys that are not there into those that this process should make now and those that another one makes.
+        """Split missing keys into those that this process should make now and those that another process is making.
 
-        The first are claimed until they are durable or released, or until the writer is left. Of the second, look again
-        later: their entries come, or the other process ends. Seal before you wait: it may wait for yours.
+        The first are claimed until they are durable or released, or until the block ends. Look for the second again
+        later: they appear, or the other process ends. Call `seal` before waiting, since it may wait for your entries.
         """
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
@@ -122,24 +122,24 @@ class Writer:
             self._claims = self._open.enter_context(closing(Claims(self._claims_path)))
         wanted = {check_key(key) for key in keys}
         mine = wanted if self._claims is None else self._claims.take(wanted)
-        # After the claim: another process may have sealed its entries, and released them, just before.
+        # Looked up after claiming: another process may just have sealed and released its entries.
         there = self._find(wanted)
         self.release(mine & there)
         return mine - there, wanted - mine - there
 
     def release(self, keys: Iterable[str]) -> None:
-        """Give up claims: these entries cannot be made here."""
+        """Give up claims on entries that this process cannot make."""
         if self._claims is not None:
             self._claims.release(keys)
 
     def seal(self) -> None:
-        """Make all that was added durable. Raises the errors of the background thread."""
+        """Make all added entries durable. Raises errors of the background thread."""
         if self._worker is not None:
             self._start_sealing(self._worker)
             self._worker.finish()
 
     def _start_sealing(self, worker: BackgroundWorker) -> None:
-        worker.finish()  # before the buffer is emptied: an error of the last seal leaves it as it is
+        worker.finish()  # first, so that the buffer keeps its entries if the previous seal failed
         if self._buffer.entries:
             entries = list(self._buffer.entries.values())
             self._buffer = PackBuffer()

@@ -1,4 +1,4 @@
-"""Work in other threads: a bounded map, a background worker, and an iterator that is filled in advance."""
+"""Work in other threads: a bounded map, a background worker, and a prefetching iterator."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger("latentcache")
 
 @contextmanager
 def noted_on(first: BaseException | None, problem: str) -> Iterator[None]:
-    """Add an error of the block as a note to `first`, the error that is being raised already. Log it too.
+    """Attach an error of the block as a note to `first`, the error that is already propagating, and log it.
 
-    The first error is the one to report; the second must neither hide it nor be lost. Without a first one the error
+    The first error is the one to report; the second must not hide it, nor get lost. Without a first error, the error
     of the block is raised.
     """
     try:
@@ -37,10 +37,9 @@ def noted_on(first: BaseException | None, problem: str) -> Iterator[None]:
 def bounded_map(
     executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], size: int
 ) -> Generator[tuple[Item, Future[Result]], None, None]:
-    """Yield each item with the future of `function(item)`, in order, at most `size` items ahead.
+    """Yield each item with the future of `function(item)`, in order, with at most `size` calls in flight.
 
-    The future's `result()` waits, and returns the value or raises the error of the call. `Executor.map` would submit a
-    whole dataset at once, and its pixels would fill the memory.
+    Unlike this, `Executor.map` would submit a whole dataset at once, and its pixels would fill the memory.
     """
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
@@ -56,15 +55,14 @@ def bounded_map(
 
 
 class BackgroundWorker:
-    """Calls functions in one background thread, in the order in which they were given. Use it in a `with` block.
+    """Calls functions in one background thread, in order. Use it in a `with` block.
 
     At most `size` calls run or wait: `call` blocks until there is room. The error of a call is raised by the next
-    `call`, by `finish` or at the end of the block. The end of the block waits for all calls, after an exception too.
-    `name` names the work, as in "sealing".
+    `call`, by `finish` or at the end of the block. The end of the block waits for all calls, even after an exception.
+    `name` describes the work in messages, e.g. "sealing".
 
-    With `in_thread=False` functions are called at once, in the caller's thread. That is for encoders on the CPU: no
-    core is free for another thread, and libgomp lets torch's threads sleep at each barrier when they outnumber the
-    cores.
+    With `in_thread=False`, functions run synchronously in the caller's thread. That is for encoders on the CPU: they
+    use every core, and once torch's threads outnumber the cores, libgomp makes them sleep at each barrier.
     """
 
     def __init__(self, size: int, name: str, *, in_thread: bool = True):
@@ -73,7 +71,7 @@ class BackgroundWorker:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"latentcache-{name}")
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call `function(*arguments)` in its turn."""
+        """Queue `function(*arguments)`."""
         if not self._in_thread:
             function(*arguments)
             return
@@ -82,12 +80,12 @@ class BackgroundWorker:
         self._calls.append(self._executor.submit(function, *arguments))
 
     def finish(self) -> None:
-        """Wait until every call was made."""
+        """Wait until all queued calls are done. Raises the error of the first one that failed."""
         while self._calls:
             self._wait()
 
     def _wait(self) -> None:
-        error = self._calls[0].exception()  # an interrupt of this leaves the call there: its error is not lost
+        error = self._calls[0].exception()  # if this is interrupted the call stays queued, and its error is not lost
         self._calls.popleft()
         if error is not None:
             raise error
@@ -109,47 +107,47 @@ class BackgroundWorker:
 
 
 class Prefetcher(Iterator[Item]):
-    """The items of `source`, made by a thread up to `size` items ahead of the consumer.
+    """Iterates over `source` in a thread that runs up to `size` items ahead of the consumer.
 
-    An error of the source is raised after the items that were made before it, and again at each further call. The
-    thread ends with the source and with `close`; when this object is dropped, and with the process, once it has made
-    the items that it is ahead. After a fork the child gets StoreError: it does not have the thread.
+    An error of the source is raised after the items before it, and again at each further call. The thread ends with
+    the source or on `close`. If this object is dropped or the process exits, it first finishes the items in flight.
+    After a fork the child gets StoreError, because it does not have the thread.
     """
 
     def __init__(self, source: Generator[Item, None, None], size: int):
         self._pid, self._source, self._is_closed = os.getpid(), source, False
-        # No finalizer ends it: that could run while its thread holds a lock of an executor. Python itself waits for it
-        # at the end of the process: a thread that still ran in torch then would crash the interpreter.
+        # No finalizer: it could run while its thread holds an executor's lock. Python itself joins the thread at exit,
+        # since a thread still running in torch then would crash the interpreter.
         self._executor = ThreadPoolExecutor(1, "latentcache-prefetch")
         self._coming = deque(self._executor.submit(next, source) for _ in range(size))
 
     def __next__(self) -> Item:
         if os.getpid() != self._pid:
             raise StoreError(
-                f"this iterator belongs to process {self._pid}, and its thread is not in the fork {os.getpid()}: "
-                "make a new one there with iter(loader)"
+                f"this iterator belongs to process {self._pid}, and its fork {os.getpid()} does not have the thread: "
+                "make a new iterator there with iter(loader)"
             )
         coming = self._coming
         if self._is_closed:
             raise StopIteration
         try:
             error = coming[0].exception()
-            if error is not None:  # it stays there for the next call
+            if error is not None:  # it stays queued for the next call
                 self._executor.shutdown(wait=False)
                 raise error
             item = coming.popleft().result()
             coming.append(self._executor.submit(next, self._source))
         except (CancelledError, RuntimeError):
-            if self._is_closed:  # by another thread, meanwhile
+            if self._is_closed:  # by another thread in the meantime
                 raise StopIteration from None
             raise
         return item
 
     def close(self) -> None:
-        """End the thread and wait for it. It finishes the item that it is making."""
+        """Stop the thread and wait for it. It finishes the current item."""
         self._is_closed = True
         if os.getpid() == self._pid:
-            coming, self._coming = self._coming, deque()  # what nobody takes may be large
+            coming, self._coming = self._coming, deque()  # drop unread items, which may be large
             for future in tuple(coming):
                 future.cancel()
             with suppress(RuntimeError):  # the thread has ended

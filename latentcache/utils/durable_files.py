@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written as a sibling, synced, then renamed into place."""
+"""Atomic, durable files: written to a temporary sibling, synced, then renamed into place."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger("latentcache")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """The path, of which `~` is the home directory. That of a user who is not known stays: Path's own method raises."""
+    """The path with `~` expanded. `~USER` of an unknown user stays as it is, where `Path.expanduser` would raise."""
     return Path(os.path.expanduser(path))
 
 
 @contextmanager
 def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
-    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError."""
+    """Turn an OSError on writing `path` into StorageFullError, ReadOnlyError or StoreError."""
     try:
         yield
     except OSError as error:
@@ -36,17 +36,17 @@ def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
             raise StorageFullError(path, num_bytes) from error
         if error.errno in _FORBIDDEN:
             raise ReadOnlyError(path, f"cannot be written: {error.strerror}") from error
-        raise StoreError(f"{path}: cannot be written: {error}. Fix the cause and run the same command.") from error
+        raise StoreError(f"{path}: cannot be written: {error}. Fix the cause, then run the command again.") from error
 
 
 def unreadable(path: Path | str, error: Exception) -> StoreError:
-    """The error for a file that cannot be read now, for a reason that may pass: rights, descriptors, memory, a disk."""
-    return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: fix the cause and try again.")
+    """The error for a file that cannot be read now. The cause may be temporary: permissions, descriptors, memory."""
+    return StoreError(f"{path}: cannot be read now: {error}. It was not changed: fix the cause and try again.")
 
 
 @contextmanager
 def system_errors(path: Path) -> Iterator[None]:
-    """Turn what is left of the operating system's errors about files below `path` into StoreError."""
+    """Turn any remaining OSError about files below `path` into StoreError."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def system_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, and make their names durable."""
+    """Create a folder and its missing parents, durably."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -62,7 +62,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable. Windows does that itself, and opens no folder."""
+    """Make the names in a folder durable (fsync). A no-op on Windows, which does that itself."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY)
@@ -73,7 +73,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes of `data`: `os.write` may write a part."""
+    """Write all bytes of `data`, since `os.write` may write only a part of them."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
@@ -81,7 +81,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 @contextmanager
 def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
-    """Yield the descriptor of a temporary sibling, which becomes `path`, durably. An error leaves nothing.
+    """Yield the descriptor of a temporary file that becomes `path` durably, or is removed after an error.
 
     `num_bytes` is the size of the file, for the message of StorageFullError.
     """
@@ -93,19 +93,19 @@ def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
                 yield fd
                 os.fsync(fd)
                 if os.name == "nt":
-                    opened.close()  # Windows renames no open file
+                    opened.close()  # Windows cannot rename an open file
                 os.replace(temporary, path)
         except BaseException:
-            with suppress(PermissionError):  # Windows removes no file that is mapped: the next sweep does
+            with suppress(PermissionError):  # Windows keeps mapped files; the next sweep removes this one
                 temporary.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
 
 
 def write_sealed(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, durably; a file that exists is replaced as a whole. The mode follows the umask.
+    """Write `data` to `path` durably, atomically replacing an existing file. The mode follows the umask.
 
-    Raises StorageFullError, ReadOnlyError or another StoreError, and the file is as it was.
+    StorageFullError, ReadOnlyError or another StoreError leaves an existing file as it was.
     """
     with sealed_file(path, len(data)) as fd:
         write_all(fd, data)
@@ -122,38 +122,38 @@ def _locked_sibling(path: Path) -> tuple[int, Path]:
         os.close(fd)
         temporary.unlink(missing_ok=True)
         raise
-    os.close(fd)  # a sweep came between open and lock
+    os.close(fd)  # a sweep removed the file between open and lock
     return _locked_sibling(path)
 
 
 def remove_whole(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there. StoreError when that cannot be done."""
+    """Remove a file, a link or a folder if it exists. StoreError if that fails."""
     with typed_errors(path, 0):
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
             return
-        # Renamed first: another process must never see half of it.
+        # Renamed first, so that no process sees a half-removed folder.
         aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex[:8]}")
         path.rename(aside)
         shutil.rmtree(aside)
 
 
 def unlock_and_close(fd: int, owner: int, at: int | None = file_locks.FAR) -> None:
-    """Release the lock on a byte of an open file, or all with None, and close it. `owner` is the process that has it.
+    """Release the lock on byte `at` of an open file (None: all locks), then close it. `owner` took the lock.
 
-    Closing alone is not enough: a child that was forked meanwhile has the same lock until it exits. And such a child
-    closes only: it must not release its parent's lock.
+    Closing alone is not enough, because a child that was forked meanwhile shares the lock until it exits. The child
+    itself only closes: it must not release its parent's lock.
     """
     try:
         if os.getpid() == owner:
-            with suppress(OSError):  # a disk that fails; closing is what is left then
+            with suppress(OSError):  # the disk fails: then closing must do
                 file_locks.release(fd, at)
     finally:
         os.close(fd)
 
 
 def sweep_temporaries(folder: Path, of: str = "") -> None:
-    """Remove the temporary files in `folder` whose writer is dead, or only those `of` a file. A live writer has a lock.
+    """Remove the temporary files in `folder` that no live writer has locked; `of` restricts that to one file's.
 
     Files that cannot be listed or removed stay, with a warning.
     """
@@ -161,27 +161,26 @@ def sweep_temporaries(folder: Path, of: str = "") -> None:
         start = f".{of}." if of else "."
         names = [name for name in os.listdir(folder) if name.startswith(start) and name.endswith(TEMPORARY_SUFFIX)]
     except OSError as error:
-        logger.warning("%s: not searched for half-written files: %s", folder, error)
+        logger.warning("%s: cannot look for half-written files: %s", folder, error)
         return
     for path in map(folder.joinpath, names):
         try:
             with open(path, "r+b") as file:
                 is_dead = file_locks.take(file.fileno())
                 if is_dead and os.name != "nt":
-                    path.unlink()  # before the lock ends: a writer may have opened it just now
+                    path.unlink()  # while locked, since a writer may just have opened it
             if is_dead:
-                path.unlink(missing_ok=True)  # Windows removes no open file
+                path.unlink(missing_ok=True)  # Windows cannot remove an open file
         except FileNotFoundError:
             continue
         except OSError as error:
-            logger.warning("%s: left alone: %s", path, error)
+            logger.warning("%s: a half-written file was not removed: %s", path, error)
 
 
 def open_to_read(path: Path) -> int:
-    """Open a file for reading, and return its descriptor, which the caller closes.
+    """Open a file for reading and return its descriptor, which the caller must close.
 
-    FileNotFoundError is passed on; any other refusal is a plain StoreError, which does not mean that the file's bytes
-    are damaged.
+    FileNotFoundError propagates; any other OSError becomes a plain StoreError, which says nothing about the content.
     """
     try:
         return os.open(path, file_locks.READ_FLAGS)
@@ -192,9 +191,9 @@ def open_to_read(path: Path) -> int:
 
 
 def read_small_file(path: Path, max_bytes: int, remedy: str) -> bytes:
-    """The bytes of a file. UnsafeStoreError if it has more than `max_bytes`: `remedy` is the next step.
+    """The bytes of a file. UnsafeStoreError if it has more than `max_bytes`, with `remedy` as the next step.
 
-    FileNotFoundError is passed on; any other refusal is a plain StoreError: the file cannot be read now.
+    FileNotFoundError propagates; any other OSError becomes a plain StoreError: the file cannot be read now.
     """
     try:
         with open(path, "rb", opener=lambda name, _: os.open(name, file_locks.READ_FLAGS)) as file:

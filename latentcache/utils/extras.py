@@ -1,4 +1,4 @@
-"""Which of the project's extras installs a package that is missing."""
+"""Finds the project's extra that installs a missing package."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EXTRAS: Final = {
     "lora": ("peft",),
     "ray": ("ray",),
 }
-"""By extra of pyproject.toml, the modules of its packages that the code imports."""
+"""The modules that the code imports from the packages of each extra in pyproject.toml."""
 
 
 @contextmanager
 def naming_extras() -> Iterator[None]:
-    """Raise ExtraMissingError, with the `pip install` to run, where an import inside lacks a package of an extra.
+    """Turn a failed import of an extra's package into ExtraMissingError, which names the `pip install` to run.
 
-    Any other ModuleNotFoundError passes.
+    Any other ModuleNotFoundError propagates.
     """
     try:
         yield
@@ -47,11 +47,11 @@ def naming_extras() -> Iterator[None]:
 
 
 def outdated(extra: str) -> list[str]:
-    """Each installed package that is older than `extra` asks for, as "transformers 4.54.1 (needs >=5.0)"."""
-    from packaging.requirements import Requirement  # comes with the encoders; reading does without
+    """Each installed package that is too old for `extra`, as "transformers 4.54.1 (needs >=5.0)"."""
+    from packaging.requirements import Requirement  # installed with the encoders; reading must not need it
 
     releases = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions()}
-    if "latentcache" not in releases:  # a checkout that was never installed has no requirements
+    if "latentcache" not in releases:  # a checkout that was never installed lists no requirements
         return []
     found = []
     for needed in map(Requirement, metadata.requires("latentcache") or ()):

@@ -1,9 +1,9 @@
-"""Locks on one byte of a file, shared or exclusive, alike on Linux, macOS and Windows.
+"""Shared and exclusive locks on one byte of a file, with one interface for Linux, macOS and Windows.
 
-A lock belongs to the open file (OFD locks, LockFileEx), not to the process, so that closing another descriptor of the
-file frees nothing. The system frees the locks of a process that dies. A child that inherits the descriptor shares the
-lock on POSIX; on Windows children inherit none. macOS has no such locks in Python: there the whole file is locked,
-whatever the byte.
+A lock belongs to the open file description (OFD locks, LockFileEx), not to the process, so closing another descriptor
+of the file releases nothing. The system releases the locks of a process that dies. On POSIX a child that inherits the
+descriptor shares the lock; on Windows children do not inherit it. Python lacks OFD locks on macOS, so there every lock
+covers the whole file (flock).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import sys
 READ_FLAGS = os.O_RDONLY
 for _name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):
     READ_FLAGS |= getattr(os, _name, 0)
-"""How any file is opened for reading, on all systems. A pipe does not wait for its other end."""
+"""Flags for opening any file for reading. Opening a pipe does not block."""
 OPEN_FLAGS = READ_FLAGS | os.O_RDWR | os.O_CREAT
-"""How a file to be locked is opened: it is made if it is not there."""
+"""Flags for opening a file to lock it; the file is created if needed."""
 FAR = 1 << 62
-"""A byte far beyond the end of any file: Windows lets nobody read a locked byte, and the file's note stays readable."""
+"""A byte beyond the end of any file: Windows blocks reads of locked bytes, and a lock file's note must be readable."""
 
 if sys.platform == "win32":
     import ctypes
@@ -31,7 +31,7 @@ if sys.platform == "win32":
     _TAKEN = (33, 997)  # ERROR_LOCK_VIOLATION, ERROR_IO_PENDING
 
     def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
-        """Lock the byte `at` of an open file, as on other systems."""
+        """Lock the byte `at` of an open file, like on other systems."""
         flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
         if _kernel.LockFileEx(_handle(fd), flags, 0, 1, 0, _overlapped(at)):
             return True
@@ -41,15 +41,15 @@ if sys.platform == "win32":
         raise ctypes.WinError(code)
 
     def release(fd: int, at: int | None = FAR) -> None:
-        """Release the lock on the byte `at`. None, all of them: these end when the file is closed."""
-        if at is not None:  # Windows releases no two locks at once
+        """Release the lock on the byte `at`. None means all locks, which Windows releases when the file is closed."""
+        if at is not None:
             _kernel.UnlockFileEx(_handle(fd), 0, 1, 0, _overlapped(at))
 
     def _handle(fd: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(msvcrt.get_osfhandle(fd))
 
     def _overlapped(at: int) -> ctypes.Array[ctypes.c_char]:
-        """An OVERLAPPED: two pointers, the offset's low and high half, and an event."""
+        """An OVERLAPPED structure: two pointers, the low and high half of the offset, and an event."""
         return ctypes.create_string_buffer(struct.pack("PPIIP", 0, 0, at & 0xFFFFFFFF, at >> 32, 0))
 
 else:
@@ -61,16 +61,16 @@ else:
         """Lock the byte `at` of an open file.
 
         Args:
-            fd: The file's descriptor: open for writing, or for reading where the lock is shared.
-            shared: Others may have a shared lock on the byte too.
-            wait: Wait until the lock is free.
-            at: The byte's offset. It need not exist.
+            fd: The file's descriptor, open for writing, or at least for reading if the lock is shared.
+            shared: Allow other shared locks on the byte.
+            wait: Block until the lock is free.
+            at: The byte's offset, which may lie beyond the end of the file.
 
         Returns:
-            Whether the lock was taken; with `wait` always.
+            Whether the lock was taken. Always true with `wait`.
 
         Raises:
-            OSError: The file system has no locks, or fails.
+            OSError: The file system does not support locks, or fails.
         """
         try:
             if _IS_OFD:
@@ -86,12 +86,12 @@ else:
         return True
 
     def release(fd: int, at: int | None = FAR) -> None:
-        """Release the lock on the byte `at`, None: on all bytes, for those too who share the open file.
+        """Release the lock on the byte `at` (None: on all bytes), also for processes that share the open file.
 
         OSError: the file system fails.
         """
         if _IS_OFD:
-            # A range of no bytes reaches to the end.
+            # A length of 0 means up to the end.
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, at or 0, 0 if at is None else 1))
         else:
             fcntl.flock(fd, fcntl.LOCK_UN)

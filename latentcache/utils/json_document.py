@@ -1,4 +1,4 @@
-"""JSON documents that any reader accepts: no NaN, no Infinity, no broken UTF-8."""
+"""Strict JSON documents that any parser accepts: no NaN, no Infinity, no invalid UTF-8."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types: what reading the document gives back.
+    """Convert a value to JSON's own types, as parsing the document would return it.
 
-    Mappings become dicts with text keys, sequences lists, and numbers that are not finite null. Other types stay.
+    Mappings become dicts with string keys, tuples become lists, non-finite numbers become null. Other values stay.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
@@ -33,14 +33,14 @@ def plain(value: Any) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """The document as indented UTF-8. TypeError for what JSON has no type for."""
+    """Serialize a value as indented UTF-8. TypeError if JSON has no type for a part of it."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    # A sample_id from a broken archive may contain lone surrogates, which UTF-8 cannot encode. JSON can escape them.
+    # A sample_id from a broken archive may contain lone surrogates, which UTF-8 cannot encode but JSON can escape.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"
 
 
 def recalled(memo: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T | None:
-    """What a memo has by this name; None for nothing, and for what `parse` refuses: it is then found out again."""
+    """Parse what a memo has under this name. None if there is nothing or `parse` refuses it, so recompute it then."""
     try:
         return parse(memo[name])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -48,10 +48,10 @@ def recalled(memo: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T
 
 
 def first_fault(error: ValidationError) -> tuple[str, object, str]:
-    """What does not fit a schema: the first field's dotted name, the value met, and a sentence that has both."""
+    """The first field that does not fit a schema: its dotted name, its value, and a message with both."""
     first, *others = error.errors(include_url=False)
     field = ".".join(map(str, first["loc"]))
-    more = f"; {len(others)} more fields do not fit" if others else ""
+    more = f"; {len(others)} more fields are invalid" if others else ""
     return (
         field,
         first["input"],

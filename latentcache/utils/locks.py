@@ -1,4 +1,4 @@
-"""Locks between processes, on a file: shared by many, or exclusive. A dead process has no lock."""
+"""Inter-process locks on files, shared or exclusive. They end with the process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_NOTE_BYTES = 4096
 
 @contextmanager
 def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_brief: bool = False) -> Iterator[None]:
-    """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError names the process that has it.
+    """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError names the process that holds it.
 
-    A brief operation leaves the name of the one that works for longer.
+    A brief operation does not overwrite the name of a longer one that shares the lock.
     """
     fd = _open(path)
     owner = os.getpid()
@@ -29,11 +29,11 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_b
             if not file_locks.take(fd, shared=shared, wait=wait):
                 holder = os.read(fd, _MAX_NOTE_BYTES).decode(errors="replace") or "another process"
                 raise StoreBusyError(
-                    path.parent, f"{operation} cannot start: {holder} works on this cache. Wait until it is done."
+                    path.parent, f"{operation} cannot start: {holder} is using this cache. Try again when it is done."
                 )
         if not is_brief:
-            with suppress(OSError):  # the note is for messages only, and a full disk has no room for it
-                # Each process that shares the lock overwrites the note of the others.
+            with suppress(OSError):  # the note is only for messages, and the disk may be full
+                # Processes that share the lock overwrite each other's note.
                 os.ftruncate(fd, 0)
                 os.lseek(fd, 0, os.SEEK_SET)
                 os.write(fd, f"{operation} (process {os.getpid()} on {platform.node()})".encode())
@@ -48,30 +48,30 @@ def _open(path: Path) -> int:
 
 
 class ReadersLock:
-    """Says that this process reads, until it is closed or the process ends. A fork of the process says so too.
+    """Marks this process as a reader until it is closed or the process ends. Forks of the process count as readers too.
 
-    It is a shared lock on a file, whose mtime is the time when the first of those readers began that overlap. Where the
-    file cannot be opened nothing is said: a reader that may not write leaves no trace.
+    It is a shared lock on a file whose mtime is the time at which the first of all overlapping readers began. If the
+    file cannot be opened this is a no-op: a reader without write access leaves no trace.
     """
 
     def __init__(self, path: Path):
         self._end: weakref.finalize[[int, int], ReadersLock] | None = None
         with suppress(OSError, StoreError):
             fd = _open(path)
-            # Not __del__, which may run when the modules that it needs are gone.
+            # Not __del__, which may run after the modules that it needs are gone.
             self._end = weakref.finalize(self, unlock_and_close, fd, os.getpid())
             if file_locks.take(fd):
-                os.utime(path)  # no other reader is there
+                os.utime(path)  # there is no other reader
             file_locks.take(fd, shared=True, wait=True)
 
     def close(self) -> None:
-        """The process does not read any more."""
+        """Release the lock: this process has stopped reading."""
         if self._end is not None:
             self._end()
 
 
 def readers_since(path: Path) -> float | None:
-    """The time (seconds since 1970) before which no reader began that runs now. None: none runs. StoreError."""
+    """When the first of the currently overlapping readers began (Unix time), or None if there are none. StoreError."""
     if not os.path.lexists(path):
         return None
     fd = _open(path)
@@ -82,30 +82,30 @@ def readers_since(path: Path) -> float | None:
 
 
 class Claims:
-    """Keys whose entries this object's owner is about to make, so that others need not. Threads may share it.
+    """Keys whose entries this process is about to make, so that other processes need not. It is thread-safe.
 
-    A claim is a lock on one byte of a file, and which byte follows from the key. So nothing is to be cleaned up: the
-    system releases the claims of a process that ends in any way. Where a file system has no such locks every key is
-    claimed: then two processes may make an entry, of which one is stored. Forks have the claims too, until they end or
-    the owner closes.
+    A claim is a lock on one byte of a file; the key determines the byte. Nothing needs cleaning up, since the system
+    releases the claims of a process when it ends. On a file system without such locks every claim succeeds, so two
+    processes may make the same entry, and one copy is stored. Forks share the claims until they end or the owner
+    closes them.
     """
 
     def __init__(self, path: Path):
         self._fd, self._owner = _open(path), os.getpid()
 
     def take(self, keys: Iterable[str]) -> set[str]:
-        """Claim those keys (hexadecimal) that nobody else has claimed, and return them."""
+        """Claim the keys (hexadecimal) that no other process has claimed, and return them."""
         taken = set()
         for key in keys:
-            with suppress(OSError):  # the file system has no locks
+            with suppress(OSError):  # the file system does not support locks
                 if not file_locks.take(self._fd, at=_byte_of(key)):
                     continue
             taken.add(key)
         return taken
 
     def release(self, keys: Iterable[str]) -> None:
-        """Others may claim these keys from now on."""
-        with suppress(OSError):  # the file system has no locks
+        """Give up the claims on these keys."""
+        with suppress(OSError):  # the file system does not support locks
             for key in keys:
                 file_locks.release(self._fd, _byte_of(key))
 

@@ -1,7 +1,7 @@
-"""The tensors inside nested values, by dotted name.
+"""Iterates over the tensors inside nested values, with dotted names.
 
-`torch.utils._pytree` does not enter sets, dataclasses and mappings that are no dict (transformers' BatchEncoding), and
-does not end on a container that contains itself. Batches and optimizer state may have all of these.
+Unlike this, `torch.utils._pytree` does not enter sets, dataclasses and mappings other than dict (e.g. transformers'
+BatchEncoding), and does not terminate on a container that contains itself. Batches and optimizer states have them all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `value`: a tensor, or mappings, lists, tuples, sets and dataclasses of them, at any depth.
+    """Yield every tensor in `value`: itself, or nested in mappings, lists, tuples, sets and dataclasses.
 
-    `{"a": [x, y]}` named `batch` gives `batch.a.0` and `batch.a.1`. Other values yield nothing.
+    `{"a": [x, y]}` named `batch` gives `batch.a.0` and `batch.a.1`. Other leaves are skipped.
     """
     for path, leaf in named_leaves(value, name):
         if isinstance(leaf, torch.Tensor):
@@ -24,7 +24,7 @@ def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in `value` that is no container. A container that contains itself is entered once."""
+    """Yield everything in `value` that is not a container. A container inside itself is entered once."""
     yield from _leaves(value, name, ())
 
 

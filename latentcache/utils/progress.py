@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, one log line every few seconds elsewhere."""
+"""Progress of a run: a bar on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ logger = logging.getLogger("latentcache")
 
 
 class Progress:
-    """Shows how far a run is. Stages follow one another. This one shows nothing."""
+    """Reports the progress of a run through its stages. This base class shows nothing."""
 
     _bar: tqdm | None = None
 
     def start(self, stage: str, total: int | None) -> None:
-        """Begin a stage of `total` steps, or of an unknown number."""
+        """Start a stage of `total` steps; None means an unknown number."""
 
     def advance(self, count: int = 1) -> None:
-        """Add steps of the stage."""
+        """Count further steps of the stage as done."""
         if self._bar is not None:
             self._bar.update(count)
 
     def finish(self) -> None:
-        """End the stage, if there is one."""
+        """End the current stage, if any."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 class ShownProgress(Progress):
-    """A bar on stderr where that is a terminal.
+    """Shows a bar on stderr if that is a terminal.
 
-    Elsewhere a log line when a stage starts, at most every `interval_s` seconds, and when it ends.
+    Otherwise logs a line when a stage starts, at most every `interval_s` seconds, and when it ends.
     """
 
     def __init__(self, interval_s: float = LOG_INTERVAL_S):

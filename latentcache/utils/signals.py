@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run seals what is done before it stops, and state is restored before it is interrupted."""
+"""Handling of Ctrl-C and SIGTERM: a run seals finished work before it stops, and restores state before it exits."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
-"""SIGBREAK is Ctrl-Break, which Windows alone has."""
+"""The signals that stop a run. SIGBREAK is Ctrl-Break, which only Windows has."""
 logger = logging.getLogger("latentcache")
 
 
 @contextmanager
 def handlers_kept(*numbers: int) -> Iterator[None]:
-    """Put the handlers of these signals back at the end of the block, whatever it or a library in it sets."""
+    """Restore the handlers of these signals after the block, whatever code in it sets."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
-            with suppress(TypeError, ValueError):  # a handler that was not set from Python; not the main thread
+            with suppress(TypeError, ValueError):  # the handler was not set from Python, or this is not the main thread
                 signal.signal(number, handler)
 
 
 @contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM sets `stop` and is listed; a second Ctrl-C interrupts at once."""
+    """Set `stop` and list the signal on the first Ctrl-C or SIGTERM; raise KeyboardInterrupt on the second one."""
     caught: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -36,7 +36,7 @@ def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
         stop.set()
-        logger.warning("stopping: what is begun is finished first (once more stops at once)")
+        logger.warning("stopping: finishing the work in progress; press Ctrl-C again to stop at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -49,7 +49,7 @@ def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait: its handler is called once, at the end of the block. Only the main thread receives it."""
+    """Defer Ctrl-C: its handler is called once, at the end of the block. Only the main thread receives it."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

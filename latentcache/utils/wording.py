@@ -1,15 +1,15 @@
-"""Numbers in sentences for people."""
+"""Formats numbers and lists for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MAX_NAMED = 5
-"""How many samples of one kind a report for people names."""
+"""How many samples of one kind a text report names."""
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes: `1.8 MB`."""
+    """Format a number of bytes: `1.8 MB`."""
     number, unit = float(num_bytes), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if number < 1000:
@@ -19,23 +19,23 @@ def size(num_bytes: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 pack`, `2 packs`, `3 entries`."""
+    """Format a number with its noun: `1 pack`, `2 packs`, `3 entries`."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def first_of(names: Sequence[str], count: int) -> str:
-    """The names, with dots where there are more than these: `a, b, ...`."""
+    """Join the names, followed by dots if `count` is larger: `a, b, ...`."""
     return ", ".join(names) + (", ..." if count > len(names) else "")
 
 
 def short(text: str) -> str:
-    """At most 100 characters of a text."""
+    """Shorten a text to at most 100 characters."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def cut_note(count: int, sample_ids: Sequence[str]) -> str:
-    """Say of how many samples a caption is cut, and of which first."""
+    """Say how many samples have truncated captions, and name the first ones."""
     verb = "has" if count == 1 else "have"
-    ends = "a caption that is cut: longer than the text encoders read"
+    ends = "a caption that is cut because it is longer than the text encoders read"
     return f"{counted(count, 'sample')} {verb} {ends}: {first_of(sample_ids, count)}"

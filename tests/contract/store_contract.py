@@ -157,12 +157,12 @@ class StoreContract:
             "kind": Entry(dataclasses.replace(record, kind="Sound!"), good.tensors),
             "must be JSON": Entry(dataclasses.replace(record, provenance={"x": float("nan")}), good.tensors),
             "its record has": Entry(dataclasses.replace(record, provenance={"x": "y" * (1 << 20)}), good.tensors),
-            "no tensor": Entry(record, {}),
-            "no element": Entry(record, {"moments": torch.empty(0)}),
+            "no tensors": Entry(record, {}),
+            "has no elements": Entry(record, {"moments": torch.empty(0)}),
             "dtype": Entry(record, {"moments": torch.zeros(2, dtype=torch.complex64)}),
             "on meta": Entry(record, {"moments": torch.zeros(2, device="meta")}),
             "a name has": Entry(record, {"a/b": torch.zeros(2)}),
-            "names fields that it lacks": Entry(record, good.tensors, frozenset({"hidden"})),
+            "names fields that the entry lacks": Entry(record, good.tensors, frozenset({"hidden"})),
             "is a scalar": Entry(record, {"moments": torch.tensor(1.0)}, frozenset({"moments"})),
         }
         for message, entry in bad.items():

@@ -112,7 +112,7 @@ def in_packs(path: Path) -> BucketBatchSampler:
 
 
 def test_a_store_without_packs_is_refused() -> None:
-    with pytest.raises(StoreError, match=r"MemoryStore does not say which packs .* order='random'"):
+    with pytest.raises(StoreError, match=r"MemoryStore has no packs .* order='random'"):
         Places.of(MemoryStore(), [])
 
 

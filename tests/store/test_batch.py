@@ -71,13 +71,13 @@ def test_what_does_not_fit_is_refused():
     both = {"hidden": Padding(), "mask": Padding()}
     longest = entries[1].record.key
     for match, chosen, rules in (
-        (f"{longest}: field hidden has length 5, .* padded to 4", entries, both | {"hidden": Padding(4)}),
+        (f"{longest}: field hidden has length 5, .* allows 4", entries, both | {"hidden": Padding(4)}),
         ("equal shapes", [entries[0], wide], both),
         ("same fields", [entries[0], other], both),
         ("same fields", [other, entries[0]], both),
         ("'scalar' is a scalar", [scalar], both | {"scalar": Padding()}),
-        ("mask: 0.5 cannot be padded with", entries, both | {"mask": Padding(value=0.5)}),
-        ("mask: inf cannot be padded with", entries, both | {"mask": Padding(value=float("inf"))}),
+        ("mask: .* cannot hold the padding 0.5", entries, both | {"mask": Padding(value=0.5)}),
+        ("mask: .* cannot hold the padding inf", entries, both | {"mask": Padding(value=float("inf"))}),
     ):
         with pytest.raises(StoreError, match=match):
             batch_of(chosen, rules)

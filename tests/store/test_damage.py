@@ -127,7 +127,7 @@ def test_a_lost_index_is_rebuilt(root, how, caplog):
         assert set(store.keys()) == {key(number) for number in range(4)}
         assert_holds(store, *range(4))
         assert store.add(samples(3)) == 0
-    assert ("made again from the packs" in caplog.text) == (how != "deleted")
+    assert ("rebuilt from the packs" in caplog.text) == (how != "deleted")
 
 
 class Bomb:
