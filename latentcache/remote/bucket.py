@@ -1,4 +1,4 @@
-"""BucketTransport: the files of a cache below a prefix of an object store, by obstore."""
+"""BucketTransport: the files of a cache under a prefix of an object store, accessed with obstore."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PROBES = "probes"
-"""A folder of objects that are tried out and removed again."""
+"""Folder for short-lived objects that test the store."""
 PART_BYTES = 80 << 20
-"""A larger object is sent in parts of this size, one after the other. Others go in one request: parts of 16 MiB took
-half as long again, with a local S3 server."""
+"""Larger objects are uploaded in sequential parts of this size, others in one request. With parts of 16 MiB, uploads
+to a local S3 server took 1.5 times as long."""
 UPLOAD_S = 900.0
-"""An attempt to send an object, or one of its parts, ends after this: eight of PART_BYTES that are on their way at
-once need a line of 6 Mbit/s."""
+"""Timeout for one attempt to upload an object or a part. Eight concurrent uploads of PART_BYTES need a bandwidth of
+6 Mbit/s to meet it."""
 _CONNECT_S, _FIRST_DELAY_S, _MAX_DELAY_S = 5.0, 0.1, 2.0
-_ATTEMPTS = 3  # to read an answer that broke off; and that fit into the time for retries, where a store says nothing
+_ATTEMPTS = 3  # number of attempts that fit into the retry time if the store does not respond at all
 _NOT_IMPLEMENTED = 501
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _STEP = (
-    "Check the URL, the endpoint (AWS_ENDPOINT_URL; http needs AWS_ALLOW_HTTP=true), the network, and the credentials, "
-    "which are given as the store's own tools take them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; "
-    "then run the same again: nothing that was stored is lost."
+    "Check the URL, the endpoint (AWS_ENDPOINT_URL; http needs AWS_ALLOW_HTTP=true), the network, and the credentials. "
+    "Give these like to the store's own tools: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or the machine's role. "
+    "Then run the command again; nothing that was stored is lost."
 )
-_PANIC = "PanicException"  # what obstore raises where its Rust code fails: the class has no other name in Python
+_PANIC = "PanicException"  # raised by obstore if its Rust code panics; Python cannot import the class
 
 Result = TypeVar("Result")
 _client_pid: int | None = None
 
 
 class BucketTransport(Transport):
-    """The objects below a prefix of an object store, which `url` names.
+    """The objects under a prefix of the object store at `url`.
 
-    The store must be able to compare before it replaces an object, as those of Amazon, Google, Azure, Cloudflare and
-    MinIO do: else two machines that write a manifest at once would lose the work of one. obstore tries a request again
-    that fails in passing; errors of its package never get out.
+    The store must support conditional writes (compare-and-swap), as Amazon, Google, Azure, Cloudflare and MinIO do:
+    otherwise one of two machines that write a manifest at once would lose its work. obstore retries requests after
+    transient failures; its own exceptions never propagate to callers.
     """
 
     def __init__(self, store: ObjectStore, url: str, *, uploads: ObjectStore | None = None):
-        """`uploads` is the same store, with more time for a request."""
+        """`uploads` is the same store, with longer timeouts."""
         self.url = url
         self._store, self._uploads = store, uploads or store
 
     @classmethod
     def open(cls, url: str, *, retry_s: float = RETRY_S) -> BucketTransport:
-        """The bucket at a URL (`location.BUCKET_SCHEMES`), with the credentials that obstore finds.
+        """Open the bucket at a URL (`location.BUCKET_SCHEMES`) with the credentials that obstore finds.
 
-        RemoteError if the URL or the environment lacks something; ExtraMissingError. Nothing is requested.
+        Sends no request. RemoteError if the URL or the environment is incomplete; ExtraMissingError.
         """
         with naming_extras():
             from obstore.exceptions import BaseError
             from obstore.store import from_url
         backoff = {"init_backoff": timedelta(seconds=_FIRST_DELAY_S), "max_backoff": timedelta(seconds=_MAX_DELAY_S)}
         retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=retry_s), "backoff": backoff}
-        # obstore takes no client options from the environment once some are given.
+        # obstore ignores client options in the environment once any are passed.
         plain = any(os.environ.get(f"{owner}_ALLOW_HTTP") == "true" for owner in ("AWS", "GOOGLE", "AZURE"))
         both = {"allow_http": plain, "connect_timeout": timedelta(seconds=_CONNECT_S)}
-        # The time without a byte would also count while a body is sent, so that uploads have a whole time instead.
+        # A read timeout also runs while a body is being sent, so uploads have a timeout for the whole request instead.
         stalled = {"read_timeout": timedelta(seconds=max(retry_s / _ATTEMPTS, 1.0)), "timeout": timedelta(hours=1)}
         sending = {"timeout": timedelta(seconds=UPLOAD_S)}
-        # Of several objects S3 names those that were not removed in an answer of status 200: it is not tried again.
+        # S3 reports failures of a bulk delete in a response of status 200, which is not retried.
         own = {"disable_bulk_delete": True} if url.startswith(("s3:", "s3a:")) else {}
         try:
             reading, uploads = [
@@ -92,7 +92,7 @@ class BucketTransport(Transport):
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turn what obstore raises into RemoteError. That an object is missing, or of another version, gets through."""
+        """Turn obstore's errors into RemoteError, except that an object is missing or has another version."""
         global _client_pid
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
@@ -101,8 +101,8 @@ class BucketTransport(Transport):
         elif _client_pid != os.getpid():
             raise RemoteError(
                 self.url,
-                "this process was forked from one that used an object store, whose client cannot go on here",
-                "Start workers by forkserver or spawn, as in DataLoader(multiprocessing_context='forkserver'), or use "
+                "this process was forked from one that used an object store, whose client does not survive a fork",
+                "Start workers with forkserver or spawn, e.g. DataLoader(multiprocessing_context='forkserver'), or use "
                 "LatentLoader, which reads ahead without workers.",
             )
         try:
@@ -115,7 +115,7 @@ class BucketTransport(Transport):
             raise _problem(self.url, what, error) from error
 
     def _request(self, what: str, request: Callable[[], Result]) -> Result:
-        """Make a request that reads, and repeat it if its answer broke off, which obstore does not always do."""
+        """Send a read request, and retry it if the response is truncated, which obstore does not always do."""
         for is_last in (False, False, True):
             try:
                 with self._errors(what):
@@ -166,12 +166,12 @@ class BucketTransport(Transport):
         except FileNotFoundError:
             if not isinstance(mode, dict):
                 raise
-            return False  # what should be replaced is gone
+            return False  # the version to replace is gone
         return True
 
     @cached_property
     def _compares(self) -> bool:
-        """Whether the store compares before it replaces an object. It is tried out, once, on an object of its own."""
+        """Whether the store supports conditional writes. Tested once, on a probe object."""
         name = f"{PROBES}/{uuid.uuid4().hex}"
         try:
             self.write(name, b"1", version=ANY_VERSION)
@@ -190,9 +190,9 @@ class BucketTransport(Transport):
         if not self._compares:
             raise RemoteError(
                 self.url,
-                "this object store does not compare before it replaces an object (PUT with If-Match), so that two "
-                "machines that write at once would lose the work of one",
-                "Use one that does, as those of Amazon, Google, Azure, Cloudflare or MinIO, or `latentcache serve`.",
+                "this object store does not support conditional writes (PUT with If-Match), so two machines that write "
+                "at once would lose the work of one",
+                "Use a store that does, such as Amazon, Google, Azure, Cloudflare or MinIO, or `latentcache serve`.",
             )
 
     @override
@@ -206,18 +206,18 @@ class BucketTransport(Transport):
         list(in_threads(remove, names))
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """A no-op: nothing stays open between calls."""
 
 
 def _version_of(meta: ObjectMeta) -> str:
-    # S3 and Azure compare tags, Google's store generations.
+    # S3 and Azure compare ETags, Google compares generations.
     parts = {"e_tag": meta["e_tag"], "version": meta["version"]}
     known = {name: part for name, part in parts.items() if part is not None}
     return json.dumps(known) if known else ""
 
 
 def _problem(url: str, what: str, error: BaseException) -> RemoteError:
-    """The error for what obstore met: its first line is for people, the rest repeats it."""
+    """A RemoteError with the first line of obstore's message; the rest of it repeats that."""
     text = str(error)
     met = text.partition("\n\nDebug source")[0].partition("<?xml")[0].strip(" :\n")
     found, reason = _STATUS.search(text), _REASON.search(text)

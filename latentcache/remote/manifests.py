@@ -1,4 +1,4 @@
-"""RemoteManifests: the manifests of a cache that is elsewhere, which several machines may replace at once."""
+"""RemoteManifests: the manifests of a remote cache, which several machines may replace concurrently."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ logger = logging.getLogger("latentcache")
 
 
 class RemoteManifests:
-    """The manifests behind a transport: one file each, which is replaced only if it is still the one that was read.
+    """The manifests behind a transport: one file each, replaced only if it is still the version that was read.
 
-    So nothing that another writer wrote meanwhile is lost. RemoteError; ReadOnlyError if it was opened for reading.
+    So no concurrent write is lost. RemoteError; ReadOnlyError if it was opened for reading.
     """
 
     def __init__(self, transport: Transport, *, read_only: bool = False, source: str = ""):
-        """`source`: where this run reads, for the owner of its notes (`owner_of`)."""
+        """`source`: where this run reads from; part of the owner of its notes (`owner_of`)."""
         self._transport, self._read_only, self._owner = transport, read_only, owner_of(source)
         self._versions: dict[str, str | None] = {}
-        """The version that was read last, by name; None where there was none."""
+        """The version of each manifest that was read last; None if there was none."""
 
     def names(self) -> list[str]:
-        """The names of all manifests, sorted."""
+        """The sorted names of all manifests."""
         files = [name.removeprefix(f"{_FOLDER}/") for name in self._transport.list(_FOLDER)]
         names = sorted(file.removesuffix(SUFFIX) for file in files if file.endswith(SUFFIX))
-        if odd := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:  # a pull makes it a path
-            step = f"Names match {NAME_PATTERN}. Remove or rename that file there."
-            raise RemoteError(self._transport.url, f"{odd[0]!r:.120} is no name of a manifest", step)
+        if odd := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:  # a pull turns names into paths
+            step = f"Names must match {NAME_PATTERN}. Remove or rename that file there."
+            raise RemoteError(self._transport.url, f"{odd[0]!r:.120} is not a valid name of a manifest", step)
         return names
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError for one that is damaged, also when it comes again."""
+        """The manifest, or None if there is none. DatasetError if it is damaged on the second attempt too."""
         try:
             return self._read(name)
         except DatasetError as error:
-            logger.warning("%s. It is fetched again.", error)
+            logger.warning("%s. Fetching it again.", error)
             return self._read(name)
 
     def _read(self, name: str) -> Manifest | None:
@@ -59,11 +59,11 @@ class RemoteManifests:
         return read_manifest(data, name, f"{self._transport.url}/{_file(name)}", whole_check=True)
 
     def write(self, manifest: Manifest) -> None:
-        """Replace what this object read of the manifest, or all that is there now; end what `begin` noted.
+        """Replace the version of the manifest that this object read, or else the current one; end the note of `begin`.
 
-        One that a service refuses to give, because it is damaged, is replaced whatever it is.
+        A damaged manifest that a service refuses to return is replaced in any version.
 
-        StoreBusyError if another writer replaced it since it was read, until it was read again.
+        StoreBusyError if another writer replaced the manifest since it was read; read it again before retrying.
         """
         self._check_writable()
         self._transport.check_compares()
@@ -72,12 +72,12 @@ class RemoteManifests:
             with suppress(DatasetError):  # a damaged one is replaced
                 self._read(name)
         is_written = self._transport.write(_file(name), data, version=self._versions.get(name, ANY_VERSION))
-        # Also where a first attempt arrived, and its answer was lost: then what is there is what was sent.
+        # If the first attempt got through but its response was lost, the manifest already has these bytes.
         if not is_written and not self._has(name, data):
             raise StoreBusyError(
                 self._transport.url,
-                f"another client replaced the manifest {name} since this one read it. What was encoded is stored: run "
-                "the same command again",
+                f"another client replaced the manifest {name} since this one read it. Nothing that was encoded is "
+                "lost: run the same command again",
             )
         self._versions.pop(name, None)
         self._transport.remove([self._note(name)])
@@ -88,18 +88,18 @@ class RemoteManifests:
         return False
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any. As `write`: it reads again what it is to change."""
+        """Write the manifest that `make` returns, if any, like `write`. `make` must read the current manifest first."""
         if (manifest := make()) is not None:
             self.write(manifest)
 
     def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest. `write` ends it."""
+        """Note that a run works on the manifest. `write` removes the note."""
         self._check_writable()
         self._transport.check_compares()
         self._transport.write(self._note(name), now().encode(), version=ANY_VERSION)
 
     def end(self, name: str) -> None:
-        """End what this machine noted for this source, also in a run that died. Not what others noted."""
+        """Remove this machine's note for this source, even one of a run that died, but no notes of other machines."""
         self._check_writable()
         self._transport.remove([self._note(name)])
 
@@ -107,11 +107,11 @@ class RemoteManifests:
         return f"{_FOLDER}/{note_file(name, self._owner)}"
 
     def unfinished(self) -> list[str]:
-        """The names of runs that began and did not finish."""
+        """The manifests of runs that began and did not finish."""
         return sorted({noted for file in self._transport.list(_FOLDER) if (noted := noted_in(file))})
 
     def give_up(self, before: datetime) -> None:
-        """End runs that began before this time and did not finish, on any machine."""
+        """Remove the notes of unfinished runs, on any machine, that began before this time."""
         self._check_writable()
         listed = self._transport.list(_FOLDER).items()
         old = [name for name, each in listed if noted_in(name) and each.modified <= before.timestamp()]

@@ -1,4 +1,4 @@
-"""ServiceTransport: the packs and manifests of a service, by HTTP; and prompts that it encodes."""
+"""ServiceTransport: the packs and manifests of a service over HTTP, and the prompts that it encodes."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from latentcache.store.entry import check_key, is_pack_id
 from latentcache.utils.json_document import to_bytes
 
 KEYS = 4096
-"""Keys in one request."""
+"""Maximum number of keys per request."""
 ENCODE_S = 600.0
-"""How long a service may take to encode a prompt: it loads its models first."""
+"""Response timeout for encoding a prompt: the service loads its models first."""
 UPLOAD_ANSWER_S = 300.0
-"""A service checks and seals what was uploaded, and reads what it is to verify, before it answers."""
+"""Response timeout for uploads and verification: the service reads and checks the data before it responds."""
 _CONNECT_S = 5.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 2.0
-_ATTEMPTS = 3  # that fit into the time for retries where a service accepts a connection, and then says nothing
-_MAX_CONNECTIONS = NUM_THREADS  # that are kept; urllib3 warns of each that it drops
+_ATTEMPTS = 3  # number of attempts that fit into the retry time if the service accepts connections but never responds
+_MAX_CONNECTIONS = NUM_THREADS  # kept alive; urllib3 logs a warning for each connection beyond that
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_PASSING = (408, 429, 502, 503, 504)  # while a service, or a proxy before it, is overloaded or starts
+_PASSING = (408, 429, 502, 503, 504)  # the service, or a proxy in front of it, is overloaded or starting
 _PARTIAL, _UNAUTHORIZED, _MISSING, _CHANGED = 206, 401, 404, 412
 
 logger = logging.getLogger("latentcache")
 
 
 class ServiceTransport(Transport):
-    """The service at `url` (http or https, also below a path), with its token if it has one. Forks may share it.
+    """The service at `url` (http or https, optionally with a path), with its token if it has one. Forks may share it.
 
-    A request that does not get through is tried again for `retry_s` seconds, after waits that grow. Then it is a
-    RemoteError. All requests of a client may be repeated: what was done already is not done again.
+    A failed request is retried with exponential backoff for `retry_s` seconds, then it raises RemoteError. All
+    requests are idempotent.
     """
 
     def __init__(self, url: str, *, token: str | None = None, retry_s: float = RETRY_S):
         self.url, self._retry_s = _checked_url(url), retry_s
         self._token = token or os.environ.get(TOKEN_VARIABLE) or None
         if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
-            raise StoreError(f"{self.url}: the token has characters that no header can have; give it as the server has")
+            raise StoreError(f"{self.url}: the token has characters that HTTP headers cannot have; check its value")
         parts = urlsplit(self.url)
         if self._token is not None and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
-            step = "use https (the guide of the service shows a proxy), or a tunnel to the server's loopback"
-            logger.warning("%s: the token travels without encryption, and others may read it: %s", self.url, step)
+            step = "use https (see the proxy in the service guide), or a tunnel to the server's loopback address"
+            logger.warning("%s: the token is sent without encryption, so others can read it: %s", self.url, step)
         self._pools: tuple[int, urllib3.PoolManager] | None = None
         self._is_writable: bool | None = None
 
@@ -73,10 +73,10 @@ class ServiceTransport(Transport):
         also: Sequence[int] = (),
         answer_s: float = 0.0,
     ) -> urllib3.BaseHTTPResponse:
-        """The answer to a request of `/v1/<route>`. An error's is raised, but for those with a status in `also`.
+        """Send a request to `/v1/<route>` and return the response. Error statuses raise, except for those in `also`.
 
-        `document` is sent as JSON, `body` as it is. An attempt ends when no byte comes for a third of the time for
-        retries, or for `answer_s` where that is more. RemoteError, ReadOnlyError, StorageFullError, DatasetError.
+        `document` is sent as JSON, `body` as it is. An attempt times out after a third of the retry time without data,
+        or after `answer_s` if that is longer. RemoteError, ReadOnlyError, StorageFullError, DatasetError.
         """
         all_headers = {"Accept-Encoding": "identity", **(headers or {})}
         if self._token is not None:
@@ -85,7 +85,7 @@ class ServiceTransport(Transport):
             body, all_headers["Content-Type"] = to_bytes(document), "application/json"
         url, began, delay_s = f"{self.url}/v1/{route}", time.monotonic(), _FIRST_DELAY_S
         timeout_s = max(self._retry_s / _ATTEMPTS, answer_s, 1.0)
-        # Not by urllib3's Retry: it counts attempts where users give seconds, and tries a bad certificate again.
+        # Not urllib3's Retry, which bounds attempts, not time: a server that hangs would cost every attempt's timeout.
         while True:
             answer, cause = None, None
             try:
@@ -99,7 +99,7 @@ class ServiceTransport(Transport):
                     redirect=False,
                 )
             except urllib3.exceptions.SSLError as error:
-                step = "Check the URL, and the certificate: SSL_CERT_FILE names the file of an authority of your own."
+                step = "Check the URL and the certificate; SSL_CERT_FILE may name the file of your own authority."
                 raise RemoteError(self.url, f"no secure connection: {error}", step) from error
             except urllib3.exceptions.HTTPError as error:
                 cause = error
@@ -111,10 +111,10 @@ class ServiceTransport(Transport):
         if answer is None:
             raise RemoteError(
                 self.url,
-                f"does not answer: {type(cause).__name__}: {cause!s:.300} (tried for {passed_s:.1f} s, "
+                f"does not respond: {type(cause).__name__}: {cause!s:.300} (tried for {passed_s:.1f} s, "
                 f"cache.retry_s is {self._retry_s:g})",
-                "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing that "
-                "was stored is lost.",
+                "Check the URL, or start the server with `latentcache serve CACHE`. Then run the command again; "
+                "nothing that was stored is lost.",
             ) from cause
         if answer.status < 300 or answer.status in also:
             return answer
@@ -122,43 +122,44 @@ class ServiceTransport(Transport):
 
     @property
     def _pool(self) -> urllib3.PoolManager:
-        """This process's connections: a fork must not write to those of its parent."""
+        """This process's connections: a fork must not use those of its parent."""
         if self._pools is None or self._pools[0] != os.getpid():
             self._pools = os.getpid(), urllib3.PoolManager(num_pools=1, maxsize=_MAX_CONNECTIONS)
         return self._pools[1]
 
     @contextmanager
     def _understood(self, answer: urllib3.BaseHTTPResponse) -> Iterator[Any]:
-        """The answer's document. RemoteError if it is none, or if the block does not find in it what it needs."""
+        """Yield the response's JSON. RemoteError if it is invalid, or if the block fails to find what it needs."""
         try:
             yield json.loads(answer.data)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            what = f"{answer.url} answers with a document that is not what was requested ({error!r:.200})"
-            step = "Check that the URL is that of `latentcache serve`, and that both are of one version of latentcache."
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            what = f"the response from {answer.url} is not what was requested ({error!r:.200})"
+            step = "Check that the URL is a `latentcache serve`, and that client and server have the same version."
             raise RemoteError(self.url, what, step) from error
 
     def _refused(self, answer: urllib3.BaseHTTPResponse) -> NoReturn:
-        """Raise the error that the service answered with."""
+        """Raise the error in a service's response."""
         try:
             found = json.loads(answer.data)
         except (ValueError, RecursionError):
-            found = {}  # no problem document (RFC 9457): that of a proxy
+            found = {}  # not a problem document (RFC 9457): from a proxy
         problem: Mapping[str, Any] = found if isinstance(found, dict) else {}
         kind, step = problem.get("kind"), str(problem.get("next_step") or "").rstrip(".")
-        detail = str(problem.get("detail") or problem.get("title") or f"answers with status {answer.status}")
+        detail = str(problem.get("detail") or problem.get("title") or f"responds with status {answer.status}")
         detail = detail.rstrip(".").removesuffix(step).rstrip(". ")
         if answer.status == _UNAUTHORIZED:
-            which = "refuses this token" if self._token else "wants a token"
-            give = f"Give the server's: token=... in Python, or the variable {TOKEN_VARIABLE}."
+            which = "refuses this token" if self._token else "requires a token"
+            give = f"Give the server's token: token=... in Python, or the variable {TOKEN_VARIABLE}."
             raise RemoteError(self.url, which, give, status=answer.status, kind=kind)
         if answer.status == FORBIDDEN or kind == "ReadOnlyError":
             give = f"give the server's writing token: token=... in Python, or the variable {TOKEN_VARIABLE}"
             raise ReadOnlyError(self.url, f"the service does not let this client write ({detail}); {give}")
         if kind == "StorageFullError":
-            raise StorageFullError(self.url, int(problem.get("needed_bytes") or 0))
+            needed = problem.get("needed_bytes")
+            raise StorageFullError(self.url, needed if isinstance(needed, int) else 0)
         if kind in ("DatasetError", "SchemaError"):
             raise DatasetError(self.url, detail)
-        step = f"{step or 'Check that client and server are of one version of latentcache'}."
+        step = f"{step or 'Check that client and server have the same version of latentcache'}."
         raise RemoteError(self.url, detail, step, status=answer.status, kind=kind)
 
     # Files
@@ -201,27 +202,27 @@ class ServiceTransport(Transport):
 
     @override
     def remove(self, names: Iterable[str]) -> None:
-        """End the notes of runs that are among these. Other files stay: `prune` there removes packs."""
+        """Remove the notes of runs among these files. Packs stay: `prune` on the server removes them."""
         for name in names:
             if name.endswith(UNFINISHED):
                 self.request("DELETE", _route(name))
 
     @override
     def check(self, *, create: bool = False) -> None:
-        """Nothing: whatever answers is asked for what it has."""
+        """A no-op: a wrong URL shows on the first request."""
 
-    # What a service knows
+    # What only a service offers
 
     @override
     def is_writable(self) -> bool:
         if self._is_writable is None:
             try:
-                self.verify([])  # what a reading token may not do
+                self.verify([])  # forbidden with a reading token
                 self._is_writable = True
             except ReadOnlyError:
                 self._is_writable = False
             except RemoteError as error:
-                # A token that the server refuses is a mistake; without one, reading may be allowed.
+                # A refused token is a mistake, but without one, reading may still be allowed.
                 if error.status != _UNAUTHORIZED or self._token is not None:
                     raise
                 self._is_writable = False
@@ -236,7 +237,7 @@ class ServiceTransport(Transport):
         return found
 
     def verify(self, keys: Sequence[str]) -> dict[str, str]:
-        """Let the service read these entries on its disk. Why those are damaged that are: they are misses there now."""
+        """Let the service check these entries on its disk. Returns the reasons of damaged ones, now misses there."""
         damaged: dict[str, str] = {}
         for chunk in _chunks(keys) or [[]]:
             answer = self.request("POST", "verify", document={"keys": chunk}, answer_s=UPLOAD_ANSWER_S)
@@ -248,7 +249,7 @@ class ServiceTransport(Transport):
     def encode_prompt(self, text: str, *, negative: bool) -> str | None:
         document = {"prompts": [{"text": text, "negative": negative}], "return": "keys"}
         answer = self.request("POST", "prompts:encode", document=document, also=[_MISSING], answer_s=ENCODE_S)
-        if answer.status == _MISSING:  # it runs without `--encode`
+        if answer.status == _MISSING:  # the service runs without `--encode`
             return None
         with self._understood(answer) as found:
             return check_key(found["entries"][0]["key"])
@@ -260,7 +261,7 @@ class ServiceTransport(Transport):
 
 
 def _route(name: str) -> str:
-    """The route of a file: `packs/ID`, `manifests/NAME`, or that of a run's note."""
+    """The route of a file: `packs/ID`, `manifests/NAME`, or the route of a run's note."""
     path = PurePosixPath(name)
     if path.parts[0] == "packs":
         return f"packs/{path.stem}"
@@ -274,7 +275,7 @@ def _chunks(keys: Sequence[str]) -> list[list[str]]:
 
 
 def _checked_url(url: str) -> str:
-    """The URL without a slash at its end. StoreError for one that does not name a service, or that has a password."""
+    """The URL without a trailing slash. StoreError if it is not the URL of a service, or contains a password."""
     with suppress(ValueError):
         parts = urlsplit(url)
         is_plain = "@" not in parts.netloc and not parts.query and not parts.fragment

@@ -1,6 +1,6 @@
-"""RemoteStore: the entries of a cache that is elsewhere, read from whole packs on this disk.
+"""RemoteStore: the entries of a remote cache, read from whole packs on this disk.
 
-keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched if need be) -> PackReader -> arrays
+keys -> FarIndex (which pack, which row) -> Tier (the pack's file here, fetched on demand) -> PackReader -> arrays
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
 from latentcache.store.writer import Writer
 
-_MAX_LOOKS = 20  # for an entry whose pack does not come or goes again, or that only a reader finds damaged
+_MAX_LOOKS = 20  # attempts per read while an entry's pack cannot be fetched or is evicted again
 
 logger = logging.getLogger("latentcache")
 
 
 class RemoteStore(PackReader):
-    """A `base.Store` in a bucket, a service or a folder, which `transport` reads. Threads and processes may share it.
+    """A `base.Store` in a bucket or a service, read through `transport`. Threads and processes may share it.
 
-    Packs are fetched whole and kept in `local`, by default in the user's cache folder, up to `local_max_bytes`. An
-    entry is compared with its digest when this process first reads it. What does not fit is fetched once more; then
-    another pack may have the entry; then it is damaged, and a miss for this process. `read_only` None: as the transport
-    allows, which is asked when it matters. RemoteError: the other end does not answer, or refuses.
+    Packs are fetched whole and kept in `local`, by default the user's cache folder, up to `local_max_bytes`. An entry
+    is compared with its digest on its first read in this process. On a mismatch the pack is fetched once more, then
+    another pack with the entry is tried; after that the entry is damaged, and a miss for this process. `read_only`
+    None: whether the transport can write is determined on demand. RemoteError: the remote fails or refuses.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class RemoteStore(PackReader):
 
     @property
     @override
-    def read_only(self) -> bool:  # type: ignore[override]  # nobody sets it, and a service is asked only if need be
+    def read_only(self) -> bool:  # type: ignore[override]  # it is never set, and a service is asked only on demand
         return not self.transport.is_writable() if self._read_only is None else self._read_only
 
     def check_writable(self) -> None:
-        """ReadOnlyError if it was opened for reading, or may not be written."""
+        """ReadOnlyError if the store was opened for reading, or this client may not write."""
         self.check_open()
         if self._read_only:
-            raise ReadOnlyError(self.url, "is open for reading only here: open it without read_only=True")
+            raise ReadOnlyError(self.url, "was opened for reading only: open it without read_only=True to write")
         self.transport.check_writable()
 
     # Writing
@@ -82,7 +82,7 @@ class RemoteStore(PackReader):
         return Writer(self._upload, nullcontext(), partial(self.find, max_age_s=LISTED_S))
 
     def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
-        # The list of packs may be a minute old: at worst an entry is stored twice.
+        # The list of packs may be up to a minute old: at worst an entry is stored twice.
         present = self.find([entry.key for entry in entries], max_age_s=LISTED_S)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
@@ -94,27 +94,27 @@ class RemoteStore(PackReader):
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
-        """StoreError: packs are immutable, and no index is there that could say that a row does not count."""
+        """Always StoreError: packs are immutable, and there is no index that could mark a row as removed."""
         for key in keys:
             check_key(key)
         self.check_open()
         raise StoreError(
-            f"{self.url}: entries elsewhere cannot be removed one by one; `latentcache prune` removes what no manifest "
-            "needs, of a service where its directory is"
+            f"{self.url}: entries of a remote cache cannot be removed one by one; `latentcache prune` removes what no "
+            "manifest needs (for a service, run it on the server's directory)"
         )
 
     # Looking up
 
     @override
     def find(self, keys: Iterable[str], *, max_age_s: float = 0.0) -> set[str]:
-        """Find which of the keys have entries. For those that are not known packs are listed, unless they just were."""
+        """The keys that have entries. For unknown keys packs are listed again, at most every `max_age_s` seconds."""
         self.check_open()
         return self.index.find([check_key(key) for key in dict.fromkeys(keys)], max_age_s)
 
     @override
     def can_tell(self) -> bool:
         if self.transport.find([]) is not None:
-            return True  # the other end has an index of its own, and is asked
+            return True  # the remote has an index of its own, which answered
         self.index.refresh(LISTED_S)
         return not self.index.unreadable
 
@@ -173,26 +173,26 @@ class RemoteStore(PackReader):
 
     @override
     def relocate(self, key: str, location: Location, problem: str, num_looks: int) -> Location:
-        """Where an entry lies that is not what was stored, or raise that it is damaged or gone."""
+        """The new location of a damaged entry, after fetching its pack again. EntryDamagedError, EntryMissingError."""
         pack = location.pack.id
         with self._repairing:
             self.invalidate([location])
-            if num_looks <= _MAX_LOOKS and not self.tier.has(pack):  # another process made room, or it is gone there
+            if num_looks <= _MAX_LOOKS and not self.tier.has(pack):  # evicted by another process, or deleted remotely
                 self.index.refresh()
             elif pack not in self._fetched_again:
-                logger.warning("%s: entry %s in pack %s: %s. It is fetched again.", self.url, key, pack, problem)
+                logger.warning("%s: entry %s in pack %s: %s. Fetching the pack again.", self.url, key, pack, problem)
                 self._fetched_again.add(pack)
                 self.tier.fetch(pack, again=True)
             else:
                 self.release([pack])
-                if num_looks > 1:  # else another thread fetched it again just now
+                if num_looks > 1:  # otherwise another thread has just fetched it again
                     logger.warning("%s: entry %s in pack %s is damaged: %s", self.url, key, pack, problem)
                     self.index.lose(pack, location.row, problem)
             return self.locate([key])[0]
 
     @override
     def close(self) -> None:
-        """End what is on its way. What was returned stays readable, and packs stay on this disk."""
+        """Cancel pending fetches. Arrays that were returned stay readable, and packs stay on this disk."""
         super().close()
         self.tier.close()
         self.transport.close()
@@ -201,13 +201,13 @@ class RemoteStore(PackReader):
 def open_remote(
     url: str, *, read_only: bool | None = None, create: bool = False, **options: Unpack[RemoteOptions]
 ) -> tuple[RemoteStore, Manifests]:
-    """The store and the manifests of the cache at `url`. The options are those of `CacheConfig`.
+    """Open the store and manifests of the cache at `url`. The options are those of `CacheConfig`.
 
-    `create` makes a bucket a cache if it is none yet. StoreError if there is no cache; RemoteError.
+    `create` turns a bucket into a cache if it is not one yet. StoreError if there is no cache; RemoteError.
     """
     local = options.get("local")
     transport = open_transport(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
-    if not (create and read_only):  # what is to be made, and may not, is empty
+    if not (create and read_only):  # a cache that may not be created counts as empty
         transport.check(create=create)
     store = RemoteStore(transport, read_only=read_only, local=local, local_max_bytes=options.get("local_max_bytes"))
     return store, RemoteManifests(transport, read_only=bool(read_only))
@@ -216,15 +216,15 @@ def open_remote(
 def open_cache(
     location: Path | str, *, read_only: bool | None = None, **options: Unpack[RemoteOptions]
 ) -> tuple[Store, Manifests, Path | str]:
-    """The store and the manifests of a cache that exists, and where they are: one on the hub is read from a directory.
+    """Open the store and manifests of an existing cache, and return its location: for the hub, a local directory.
 
-    `read_only` None: where the directory cannot be written, or the other end takes no writes. As `open_remote`.
+    `read_only` None means read-only if the directory is not writable or the remote refuses writes. See `open_remote`.
     """
     if kind_of(location) == "hub":
         location, read_only = snapshot(str(location), options.get("local")), True
     if isinstance(location, str):
         return *open_remote(location, read_only=read_only, **options), location
     if read_only is None:
-        # A reader that may write marks damage at once, so that the next precache fixes it.
+        # A reader with write access marks damaged entries at once, so that the next precache repairs them.
         read_only = not os.access(location, os.W_OK)
     return DiskStore(location, read_only=read_only, create=False), ManifestFolder(location / "manifests"), location

@@ -1,4 +1,4 @@
-"""Tier: whole packs of caches that are elsewhere, on this disk. The longest unused go."""
+"""Tier: an LRU cache of remote packs on this disk."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from latentcache.utils.durable_files import expanded
 from latentcache.utils.locks import locked
 
 NUM_THREADS = 4
-"""Packs on their way at once."""
+"""Maximum number of concurrent fetches."""
 MAX_AHEAD = 32
-"""The most packs that may be on their way ahead of their use: a window of pack order and one more. Any others are
-fetched when they are read."""
+"""Upper bound for packs that are being prefetched: enough for a window of pack order and one more. Other packs are
+fetched on their first read."""
 _PART = ".part"
-_LEFT_S = 3600.0  # what a dead process left half written is removed after this
+_LEFT_S = 3600.0  # half-written files of dead processes are removed after this time
 
 
 def folder_of(url: str, local: str | Path | None = None) -> Path:
-    """Where this disk keeps what is of the cache at `url`: below `local`, or the user's cache folder (XDG)."""
+    """The local folder for the cache at `url`: under `local`, by default the user's cache folder (XDG)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     root = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "latentcache"
     return (root if local is None else expanded(local)) / digest(url.encode())[:16]
 
 
 def snapshot(url: str, local: str | Path | None = None) -> Path:
-    """The directory of a cache on the hub, for reading: huggingface_hub fetches what is not here, below `local`.
+    """Download a cache from the hub with huggingface_hub to a folder under `local`, and return its directory.
 
-    RemoteError: it cannot be had.
+    Only what is missing or changed is downloaded. RemoteError if that fails.
     """
     from huggingface_hub import snapshot_download
 
@@ -50,19 +50,19 @@ def snapshot(url: str, local: str | Path | None = None) -> Path:
         found = snapshot_download(
             repository, repo_type="dataset", revision=revision or None, cache_dir=folder, allow_patterns=wanted
         )
-    except Exception as error:  # also those of the HTTP library below it, which is another one with each release
-        step = "Check the name, the network, and the token (`hf auth login`); `hf upload` puts a cache there."
-        raise RemoteError(url, f"cannot be fetched: {type(error).__name__}: {error!s:.300}", step) from error
+    except Exception as error:  # includes errors of its HTTP library, which differs between releases
+        step = "Check the name, the network, and the token (`hf auth login`). `hf upload` uploads a cache."
+        raise RemoteError(url, f"cannot be downloaded: {type(error).__name__}: {error!s:.300}", step) from error
     return Path(found)
 
 
 class Tier:
-    """Whole packs in a folder below `local`, fetched from `transport` when they are wanted. Processes may share it.
+    """Whole packs in a folder under `local`, fetched from `transport` on demand. Processes may share it.
 
-    A pack comes under another name and is renamed, so that one that is here is whole; nothing is synced, since what a
-    crash leaves damaged fails its digests and is fetched again. Where the packs have more than `max_bytes` those go
-    that were not used for the longest time, by their mtime. `release` is called with packs whose files this process
-    should let go. StoreError if nothing can be kept there.
+    A pack is written under another name and renamed, so it is never incomplete. Nothing is synced: a pack that a crash
+    damages fails its digests and is fetched again. When the packs exceed `max_bytes`, the least recently used ones, by
+    mtime, are evicted. `release` is called with packs whose files this process must unmap. StoreError if the folder
+    cannot be written.
     """
 
     def __init__(
@@ -89,41 +89,41 @@ class Tier:
         self._coming: dict[str, Future[None]] = {}
 
     def path(self, pack: str) -> Path:
-        """Where a pack lies if it is here."""
+        """The local path of a pack, whether or not it is here."""
         return self._packs / pack[:2] / f"{pack}{PACK_SUFFIX}"
 
     def has(self, pack: str) -> bool:
-        """Whether a pack is here."""
+        """Whether a pack is on this disk."""
         return self.path(pack).exists()
 
     def packs(self) -> set[str]:
-        """The packs that are here."""
+        """The ids of the packs on this disk."""
         return {path.stem for path, _ in self._files()}
 
     def bring(self, packs: Iterable[str]) -> None:
-        """Fetch those of the packs that are not here, and note that all are used. One that is gone is left out.
+        """Fetch the packs that are missing here, and record that all of them are used. Deleted packs are skipped.
 
-        RemoteError, and StoreError if the disk does not take it.
+        RemoteError; StoreError if the disk refuses the write.
         """
         if missing := self._missing(packs):
             for future in [self._fetch_soon(pack) for pack in missing]:
                 future.result()
 
     def bring_soon(self, packs: Iterable[str]) -> None:
-        """Begin to fetch those of the packs that are not here, as far as there is room. It waits for nothing."""
+        """Start fetching missing packs in the background, up to MAX_AHEAD at once. Does not block."""
         for pack in self._missing(packs):
             if len(self._coming) < MAX_AHEAD:
                 self._fetch_soon(pack)
 
     def _missing(self, packs: Iterable[str]) -> list[str]:
-        """Note that packs are used. Returns those that are not here."""
+        """Record that packs are used, and return those that are missing here."""
         if self._pid != os.getpid():
-            self._begin()  # a fork has none of the threads
+            self._begin()  # a fork does not have the threads
         missing = list[str]()
         for pack in packs:
             try:
                 os.utime(self.path(pack))
-            except OSError:  # another user's: then it is the one who notes
+            except OSError:  # the pack is missing, or another user owns it and records its use
                 if not self.has(pack):
                     missing.append(pack)
         return missing
@@ -139,12 +139,12 @@ class Tier:
             return found
 
     def fetch(self, pack: str, *, again: bool = False) -> None:
-        """Fetch a pack that is not here; `again`: also one that is, because it came damaged, or is damaged here."""
+        """Fetch a pack unless it is here; with `again` in any case, because it is damaged."""
         path = self.path(pack)
-        # Few files for many packs: two that begin alike wait for each other now and then.
+        # One lock file for many packs: two with the same prefix may wait for each other.
         with locked(self._locks / f"{pack[:2]}.lock", "fetching a pack", shared=False, wait=True):
             if again or not path.exists():
-                with suppress(FileNotFoundError):  # it is gone there: who reads it looks where its entries are now
+                with suppress(FileNotFoundError):  # deleted remotely: the reader looks up where its entries are now
                     self._write(path, self._transport.read(pack_name(pack))[0])
                     self._release([pack])
         self._make_room(pack)
@@ -156,17 +156,17 @@ class Tier:
             try:
                 temporary.write_bytes(data)
                 if KEEPS_MAPPED and path.exists():
-                    path.rename(path.with_suffix(f".{uuid.uuid4().hex[:8]}{_PART}"))  # swept when nobody has it mapped
+                    path.rename(path.with_suffix(f".{uuid.uuid4().hex[:8]}{_PART}"))  # swept once no process maps it
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
             raise _not_kept(path, error) from error
 
-    # Room
+    # Eviction
 
     def _make_room(self, wanted: str) -> None:
-        """Remove the longest unused packs until the others have at most `max_bytes`; the one that is wanted stays."""
+        """Evict the least recently used packs, except `wanted`, until the rest fits `max_bytes`."""
         if self._max_bytes is None:
             return
         try:
@@ -179,11 +179,11 @@ class Tier:
                     if path.stem != wanted and self._remove(path):
                         num_bytes -= status.st_size
         except StoreBusyError:
-            return  # another process makes room
+            return  # another process is making room
 
     def _remove(self, path: Path) -> bool:
-        """Remove a pack's file. False if that must wait: Windows removes no file that is mapped."""
-        self._release([path.stem])  # before: this process may have mapped it
+        """Delete a pack's file. False if that must wait, because Windows keeps mapped files."""
+        self._release([path.stem])  # first, because this process may have it mapped
         try:
             return remove_unless_mapped(path)
         except OSError as error:
@@ -197,7 +197,7 @@ class Tier:
         return found
 
     def remove(self, packs: Collection[str]) -> None:
-        """Remove packs that are gone there."""
+        """Delete packs that were deleted remotely."""
         for pack in packs:
             with suppress(StoreError):
                 self._remove(self.path(pack))
@@ -209,7 +209,7 @@ class Tier:
                     path.unlink()
 
     def close(self) -> None:
-        """End what is on its way; what has come stays."""
+        """Cancel pending fetches. Packs that are here stay."""
         if self._pid == os.getpid() and self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -217,6 +217,6 @@ class Tier:
 
 def _not_kept(path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"{path}: a pack that is to be read cannot be kept here: {error.strerror or error}. Free some space, bound it "
-        "by cache.local_max_bytes, or give another folder as cache.local"
+        f"{path}: cannot write a pack to the local tier: {error.strerror or error}. Free some space, limit the tier "
+        "with cache.local_max_bytes, or set cache.local to another folder"
     )

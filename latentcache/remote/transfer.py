@@ -1,7 +1,7 @@
-"""Transfers: packs and manifests that one cache has and another lacks. Whole packs move, and keys stay.
+"""Transfers packs and manifests that one cache has and another lacks. Packs are copied whole, and keys do not change.
 
-Nothing is written before it was compared with its digests, and a manifest is written last, when all of its entries are
-there. So a transfer that died is repeated by the same command, which moves what is missing.
+Everything is checked against its digests before it is written, and a manifest is written last, once all of its entries
+are there. So after a crash the same command resumes the transfer with what is missing.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from latentcache.store.pack import WholePack, map_pack
 from latentcache.utils.progress import Progress
 
 NUM_THREADS = 8
-"""Packs on their way at once: each is in memory as a whole, some 64 MiB."""
+"""Maximum number of concurrent pack transfers. Each holds its pack in memory, some 64 MiB."""
 REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
-"""Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
+"""Statuses that concern one object, e.g. archived or forbidden. Others, e.g. 401 and 429, concern the whole store."""
 
 
 @dataclass(slots=True)
 class TransferReport(Report):
-    """What moved from `source` to `target` or, with `dry_run`, what would. `refused`: pack or manifest -> reason."""
+    """What was copied from `source` to `target` or, with `dry_run`, would be. `refused`: pack or manifest -> reason."""
 
     source: str
     target: str
@@ -62,17 +62,17 @@ class TransferReport(Report):
     num_packs: int = 0
     num_bytes: int = 0
     num_there: int = 0
-    """Packs of which nothing is missing: it was there already, or no manifest that was chosen needs it."""
+    """Packs with nothing to copy: it is already there, or none of the chosen manifests needs it."""
     manifests: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was refused."""
+        """Whether nothing was refused at all."""
         return not self.refused
 
     def to_text(self) -> str:
-        """The report for people."""
+        """The report as text for a terminal."""
         would = "would move " if self.dry_run else "moved      "
         lines = [
             f"{self.source} -> {self.target}",
@@ -85,7 +85,7 @@ class TransferReport(Report):
 
 
 class _Directory(Transport):
-    """A cache in a directory: its index says what is there. Without a store, as before a dry run, there is nothing."""
+    """A cache directory as a transport, based on its index. With no store it is empty: the target of a dry run."""
 
     def __init__(self, path: Path, store: DiskStore | None):
         self.url, self._store = str(path), store
@@ -103,7 +103,7 @@ class _Directory(Transport):
         layout = None if self._store is None else self._store.table.packs.get(pack)
         if self._store is None or layout is None:
             raise FileNotFoundError(name)
-        # Only what the index says: what may follow a pack's own bytes is not sent.
+        # Only as many bytes as the index lists: trailing garbage in the file is not sent.
         data = map_pack(self._store.directory.pack_path(pack), layout.file_bytes).data
         return data[start : None if num_bytes is None else start + num_bytes], ""
 
@@ -126,7 +126,7 @@ class _Directory(Transport):
 
 
 class End:
-    """One end of a transfer: the packs and manifests of a cache, which this class reaches through a transport."""
+    """One end of a transfer: the packs and manifests of a cache, reached through a transport."""
 
     def __init__(self, transport: Transport, manifests: Manifests):
         self.name, self.manifests, self.transport = transport.url, manifests, transport
@@ -135,15 +135,15 @@ class End:
 
     @staticmethod
     def open(location: str | Path, *, is_target: bool = False, dry_run: bool = False, source: str = "") -> End:
-        """The cache that a user names: a directory, or a URL. `is_target`: it is sent to, from the `source`.
+        """Open the cache at a directory or URL. `is_target`: it receives packs from `source`.
 
-        StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
+        StoreError if it is not a cache and cannot become one. ReadOnlyError for a target that is not writable.
         """
         found = location_of(location)
         is_written = is_target and not dry_run
         if not isinstance(found, Path) and kind_of(found) == "hub":
             if is_target:
-                raise ReadOnlyError(found, "nothing is pushed to the hub: `hf upload` sends a cache's directory there")
+                raise ReadOnlyError(found, "the hub cannot be pushed to; upload a cache's directory with `hf upload`")
             found = snapshot(found)
         if isinstance(found, Path):
             is_new = not found.exists() or (found.is_dir() and not any(found.iterdir()))
@@ -154,51 +154,48 @@ class End:
         if is_written:
             transport.check_writable()
             transport.check_compares()
-        if is_written or not is_target:  # to a target of a dry run there may be nothing yet
+        if is_written or not is_target:  # the target of a dry run need not exist yet
             transport.check(create=is_written)
         return End(transport, RemoteManifests(transport, read_only=not is_written, source=source))
 
     def packs(self) -> tuple[dict[str, int], Set[str]]:
-        """The bytes of each pack that is there now, by its id, and the packs that are listed for removal.
-
-        What is gone is not found any more.
-        """
-        if self.index.sizes:  # else what is there was not asked for yet
+        """The size of each current pack, by id, and the packs listed for removal. Brings the index up to date."""
+        if self.index.sizes:  # otherwise it was not loaded yet
             self.index.refresh()
-        leaving = removals_in(self.transport).keys()  # first: what took the place of these is then among the packs
+        leaving = removals_in(self.transport).keys()  # first: the packs that replace these are then among the packs
         return {pack: listed.num_bytes for pack, listed in packs_in(self.transport).items()}, leaving
 
     def keys_of(self, pack: str, num_bytes: int) -> Sequence[str]:
-        """The keys of a pack's entries; in a directory of those that its index has. FileNotFoundError; PackError."""
+        """The keys of a pack's entries; for a directory, only those in its index. FileNotFoundError; PackError."""
         keys = self.index.row(pack, num_bytes).names()
         return list(self.index.find(keys)) if self.is_here else keys
 
     def send(self, whole: WholePack) -> None:
-        """Store a pack, as a whole or not at all. The caller has compared its bytes with its digests."""
+        """Store a pack atomically. The caller has verified it."""
         self.transport.write(pack_name(whole.row.pack.id), whole.data.data, version=ANY_VERSION)
         if not self.is_here:
             self.index.add(whole.row)
 
 
 class Move:
-    """One direction between two ends. `names`: only what these manifests need; none: all that there is.
-
-    A manifest that the target has too is merged with it (`merged`), or replaced with `replace`.
-    """
+    """A transfer in one direction. A manifest that the target has too is merged (`merged`) unless `replace` is set."""
 
     def __init__(self, source: End, target: End, *, dry_run: bool = False, replace: bool = False):
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
-        self._lost: dict[str, set[str]] = {}  # by pack that was refused: its damaged entries
+        self._lost: dict[str, set[str]] = {}  # the damaged entries of each pack that was refused
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
-        """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
+        """Copy packs, then manifests: all of them, or the manifests `names` and what they need.
+
+        Refusals are listed in the report; errors that concern a whole cache are raised.
+        """
         progress = progress or Progress()
         manifests = self._manifests(names)
-        # After the manifests: what they name was sealed before they were written.
+        # After reading the manifests: the entries that they name were sealed before they were written.
         (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
-        staying = packs.keys() - leaving  # other packs have what is needed of the rest, or the manifests say so
+        staying = packs.keys() - leaving  # entries of leaving packs are in other packs too, or reported missing below
         new = sorted(staying - (self._there.keys() - dying))
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(staying) - len(new)
@@ -213,7 +210,7 @@ class Move:
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         for pack, lost in self._lost.items():
-            if self.target.index.find(lost) == lost:  # another pack had them
+            if self.target.index.find(lost) == lost:  # another pack supplied them
                 self.report.refused.pop(pack, None)
         return self.report
 
@@ -222,16 +219,16 @@ class Move:
     def _moved(
         self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
     ) -> Iterator[tuple[str, int]]:
-        """Move these packs, several at a time, and count what was moved. Yields each with what `_move` returns."""
+        """Copy these packs concurrently and count what was sent. Yields each pack with the result of `_move`."""
         for pack, num_bytes in in_threads(partial(self._move, sizes, wanted), chosen, NUM_THREADS):
             self.report.num_packs += num_bytes > 0
             self.report.num_bytes += num_bytes
             yield pack, num_bytes
 
     def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> int:
-        """Move what is wanted of a pack and not there. Errors that other packs would have too are raised.
+        """Copy the wanted entries of a pack that the target lacks. Errors that would affect other packs too are raised.
 
-        Returns the bytes that were sent: 0 if none had to be, or if it is refused.
+        Returns the number of bytes sent: 0 if nothing was needed, or if the pack was refused.
         """
         try:
             keys = self.source.keys_of(pack, sizes[pack])
@@ -244,10 +241,10 @@ class Move:
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            again = "run the same command again, which finds where it is now"
-            self.report.refused[pack] = f"is gone since it was listed: {again}"
+            again = "run the same command again to find its entries in other packs"
+            self.report.refused[pack] = f"was deleted after it was listed: {again}"
         except StoreError as error:
-            # Of this pack alone: it cannot be had there, as an archived one, or was found damaged.
+            # Concerns only this pack: it is archived, for instance, or was found damaged.
             is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED
             if isinstance(error, RemoteError) and not is_refused and error.kind != PackError.__name__:
                 raise
@@ -255,7 +252,7 @@ class Move:
         return 0
 
     def _send(self, pack: str, missing: set[str]) -> int:
-        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
+        """Send a pack whole, or the missing entries in a new one if some are damaged or the pack's id is taken."""
         whole, problems = read_checked(self.source.transport, pack)
         if not problems and pack not in self._there:
             self.target.send(whole)
@@ -264,9 +261,8 @@ class Move:
             self._lost[pack], key = lost, min(lost)
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
             self.report.refused[pack] = (
-                f"entry {key}{others}: {problems[key]}. `latentcache verify {self.source.name}` marks what is damaged, "
-                "and `latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the "
-                "pack was sent"
+                f"entry {key}{others}: {problems[key]}. The rest of the pack was sent. Run `latentcache verify "
+                f"{self.source.name}`, then `latentcache precache CONFIG` or a push from a cache that has the entry"
             )
         if missing == lost:
             return 0
@@ -277,7 +273,7 @@ class Move:
     # Manifests
 
     def _manifests(self, names: Sequence[str]) -> list[Manifest]:
-        """The source's manifests; the target notes those that will change."""
+        """The source's manifests. The target gets a note for each one that will change."""
         found = []
         for name in names or self.source.manifests.names():
             try:
@@ -291,7 +287,7 @@ class Move:
         return found
 
     def _changed(self, manifest: Manifest) -> Manifest | None:
-        """What the target's manifest is to be, or None if it is that already. DatasetError if it cannot be."""
+        """The manifest that the target should have, or None if it has it already. DatasetError if they do not merge."""
         try:
             theirs = self.target.manifests.read(manifest.name)
         except DatasetError:
@@ -304,12 +300,12 @@ class Move:
         return None if new == theirs else new
 
     def _move_manifest(self, manifest: Manifest, sizes: dict[str, int]) -> None:
-        """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
+        """Write the manifest to the target, once all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
-            self._there, _ = self.target.packs()  # what was removed there meanwhile is missing
-        keys = set(manifest.rows.entry_keys(usable=True))  # what was refused may have no entry anywhere
+            self._there, _ = self.target.packs()  # packs may have been removed meanwhile
+        keys = set(manifest.rows.entry_keys(usable=True))  # refused samples need not have entries
         missing = keys - self.target.index.find(keys)
-        if self.dry_run:  # the entries of packs that go are in the source's table after `find`
+        if self.dry_run:  # after `find`, the source's table also has the entries of leaving packs
             missing -= self.source.index.find(missing) | self.source.index.table.find(list(missing))
         elif missing:
             for _ in self._moved(sorted(sizes), sizes, missing):
@@ -320,8 +316,8 @@ class Move:
             row = next(row for row in rows if not missing.isdisjoint(row.keys()))
             raise DatasetError(
                 f"{self.source.name}, manifest {manifest.name}",
-                f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "
-                f"{row.sample_id!r:.120}. `latentcache precache CONFIG` makes them; then run the same command again",
+                f"{len(missing):,} of its entries are missing both here and at {self.target.name}, e.g. one of sample "
+                f"{row.sample_id!r:.120}. Run `latentcache precache CONFIG`, then the same command again",
             )
         made: Manifest | None = self._changed(manifest) if self.dry_run else None
 
@@ -339,9 +335,9 @@ class Move:
 
 
 def merged(theirs: Manifest, ours: Manifest) -> Manifest:
-    """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image.
+    """Merge two manifests. For a sample in both, ours wins, unless we refused what they encoded from the same image.
 
-    DatasetError where the two were made in different ways: one list cannot say both.
+    DatasetError if they differ in role, encoding or another setting of the whole manifest.
     """
     parts = {"role": "role", "repeats": "repeats", "common": "encoding", "variants": "number of variants"}
     parts |= {"weights": "weights of captions", "loss_weight": "loss_weight"}
@@ -349,8 +345,8 @@ def merged(theirs: Manifest, ours: Manifest) -> Manifest:
     if differ:
         raise DatasetError(
             f"manifest {ours.name}",
-            f"the one that is there has another {' and another '.join(differ)}, and one list cannot say both. Give "
-            "--replace to put this one in its place",
+            f"the target's manifest has another {' and another '.join(differ)}, so they cannot be merged. Use "
+            "--replace to overwrite it with this one",
         )
     return theirs.with_rows(merged_rows(theirs.rows, ours.rows))
 
@@ -364,9 +360,9 @@ def transfer(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> TransferReport:
-    """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. See `End.open`.
+    """Copy what `source` has and `target` lacks: everything, or what these `manifests` need. See `End.open`.
 
-    StoreError for a manifest that `source` lacks, before `target` is made.
+    StoreError if `source` lacks one of the manifests, before `target` is created.
     """
     first = End.open(source)
     with first.transport:

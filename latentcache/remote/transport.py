@@ -1,7 +1,7 @@
-"""Transport: the files of a cache that is elsewhere, listed, read, written on a condition, and removed.
+"""Transport: lists, reads, removes and conditionally writes the files of a remote cache.
 
-A cache has the same files everywhere: `CACHE.json`, `packs/<xx>/<pack>.safetensors` and `manifests/<name>...`. A bucket
-(`bucket.py`) and a service (`service.py`) are transports, and so is a snapshot of the hub.
+A cache has the same files everywhere: `CACHE.json`, `packs/<xx>/<pack>.safetensors` and `manifests/<name>...`. There
+are transports for buckets (`bucket.py`), for services (`service.py`), and for directories (in `transfer.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from latentcache.store.pack import WholePack
 from latentcache.utils.concurrency import bounded_map
 
 NUM_THREADS = 16
-"""Small requests of one call that are on their way at once."""
+"""Maximum number of concurrent small requests of one call."""
 ANY_VERSION = "*"
-"""For `Transport.write`: whatever is there, or nothing, is replaced."""
+"""For `Transport.write`: overwrite unconditionally."""
 FORBIDDEN = 403
-"""The status of one file that may not be read, as an archived one, or of a client that may not write."""
+"""HTTP status for a file that may not be read, e.g. an archived one, or a client that may not write."""
 REMOVALS = "removals"
-"""A folder of files that are named by the packs that are to be removed."""
+"""Folder of files that are named after the packs to be removed."""
 _PACK_NAME = re.compile(rf"packs/[0-9a-f]{{2}}/([0-9a-f]{{32}}){re.escape(PACK_SUFFIX)}")
 
 Item = TypeVar("Item")
@@ -36,39 +36,39 @@ Result = TypeVar("Result")
 
 
 class Listed(NamedTuple):
-    """What a listing says of a file: its bytes, and when it was written (seconds since 1970; 0: it does not say)."""
+    """A file in a listing: its size, and when it was written (Unix time; 0 if unknown)."""
 
     num_bytes: int
     modified: float = 0.0
 
 
 class Transport(Closing, Protocol):
-    """The files of one cache. `url` names it for people. Threads may share it.
+    """The files of one cache. `url` identifies it in messages. It is thread-safe.
 
-    RemoteError: it does not answer, or refuses. FileNotFoundError: there is no file of this name.
+    RemoteError: the remote fails or refuses. FileNotFoundError: there is no file of this name.
     """
 
     url: str
 
     def list(self, folder: str) -> dict[str, Listed]:
-        """The files below a folder, by their whole names."""
+        """The files under a folder, by full name."""
 
     def read(self, name: str, start: int = 0, num_bytes: int | None = None) -> tuple[memoryview, str]:
-        """The bytes of a file from `start` on, all or so many of them, and its version. Fewer if it ends before."""
+        """The bytes of a file from `start` on, at most `num_bytes` of them, and the file's version."""
 
     def write(self, name: str, data: bytes | memoryview, *, version: str | None) -> bool:
-        """Write a whole file: others see all of it or nothing. False if the one that is there is of another version.
+        """Write a file atomically. False, and no write, if the current file does not have `version`.
 
-        `version` None: there must be none. ANY_VERSION: it does not matter. Who gives another calls `check_compares`.
+        `version` None requires that there is no file; ANY_VERSION overwrites. For others call `check_compares` first.
         """
         raise ReadOnlyError(self.url)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; missing ones are ignored."""
+        """Remove files, ignoring missing ones."""
         raise ReadOnlyError(self.url)
 
     def check(self, *, create: bool = False) -> None:
-        """StoreError if there is no cache here; `create` makes one. SchemaError, UnsafeStoreError: see `check_mark`."""
+        """StoreError if there is no cache and `create` is false. SchemaError, UnsafeStoreError: see `check_mark`."""
         try:
             data, _ = self.read(MARK)
         except FileNotFoundError:
@@ -88,24 +88,24 @@ class Transport(Closing, Protocol):
     def check_writable(self) -> None:
         """ReadOnlyError if this client may not write."""
         if not self.is_writable():
-            raise ReadOnlyError(self.url, "is open for reading only here; a service needs its writing token for more")
+            raise ReadOnlyError(self.url, "this client may only read; a service requires its writing token for writes")
 
     def check_compares(self) -> None:
-        """RemoteError if it cannot compare versions before it replaces a file, which manifests need."""
+        """RemoteError if the remote does not support conditional writes, which manifests need."""
         return
 
     def find(self, keys: Sequence[str]) -> set[str] | None:
-        """Find which keys have entries, by an index that the cache has itself. None: it has none."""
+        """The keys that have entries according to the remote's own index; None if it has none."""
         return None
 
     def encode_prompt(self, text: str, *, negative: bool) -> str | None:
-        """The key of a prompt, which is encoded there if it is not cached; None where nothing is encoded."""
+        """The key of a prompt, which the remote encodes if needed; None if it does not encode."""
         return None
 
 
 def open_transport(url: str, *, token: str | None = None, retry_s: float = RETRY_S) -> Transport:
-    """The files of the cache of a bucket or a service. RemoteError."""
-    # Only what is used is imported: each needs a package of its own.
+    """Open the transport for a bucket or a service. RemoteError."""
+    # Imported on demand, because each needs its own package.
     if kind_of(url) == "service":
         from latentcache.remote.service import ServiceTransport
 
@@ -116,21 +116,21 @@ def open_transport(url: str, *, token: str | None = None, retry_s: float = RETRY
 
 
 def packs_in(transport: Transport) -> dict[str, Listed]:
-    """The packs that are there, by id."""
+    """The existing packs, by id."""
     found = ((_PACK_NAME.fullmatch(name), each) for name, each in transport.list("packs").items())
     return {match[1]: each for match, each in found if match and pack_name(match[1]) == match[0]}
 
 
 def removals_in(transport: Transport) -> dict[str, Listed]:
-    """The packs that are listed for removal, and their files there, of which one of a damaged pack is not empty."""
+    """The packs listed for removal, with their files there. The file of a damaged pack is not empty."""
     found = ((name.removeprefix(f"{REMOVALS}/"), each) for name, each in transport.list(REMOVALS).items())
     return {pack: each for pack, each in found if is_pack_id(pack)}
 
 
 def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, str]]:
-    """A pack, and why entries are not what was stored, by key: what does not fit is read once more.
+    """Read a pack and the reasons of its damaged entries, by key. A damaged pack is read twice before it is reported.
 
-    FileNotFoundError if it is gone; PackError if its records cannot be read.
+    FileNotFoundError if the pack does not exist; PackError if it cannot be parsed.
     """
     for is_last in (False, True):
         try:
@@ -148,7 +148,7 @@ def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, 
 def in_threads(
     function: Callable[[Item], Result], items: Iterable[Item], num_threads: int = NUM_THREADS
 ) -> Iterator[tuple[Item, Result]]:
-    """Yield each of the items, in their order, with what `function` returns for it. Its error ends it."""
+    """Yield each item, in order, with the result of `function`. The first error ends the iteration."""
     with (
         ThreadPoolExecutor(num_threads, "latentcache-remote") as executor,
         closing(bounded_map(executor, function, items, 2 * num_threads)) as found,

@@ -50,6 +50,11 @@ def is_field(value: object) -> bool:
     return isinstance(value, str) and _FIELD.fullmatch(value) is not None
 
 
+def is_kind(value: object) -> bool:
+    """Whether the value is a valid kind of entry: up to 32 of a-z, 0-9, _ and -, a letter first."""
+    return isinstance(value, str) and _KIND.fullmatch(value) is not None
+
+
 def is_pack_id(value: object) -> bool:
     """Whether the value is a pack id: 32 lowercase hexadecimal digits, which can never be a path."""
     return isinstance(value, str) and _PACK_ID.fullmatch(value) is not None
@@ -153,7 +158,7 @@ def own_entry(entry: Entry) -> OwnedEntry:
     """
     record = entry.record
     key = check_key(record.key)
-    if not isinstance(record.kind, str) or not _KIND.fullmatch(record.kind):
+    if not is_kind(record.kind):
         raise StoreError(f"entry {key}: kind {record.kind!r:.100}: give up to 32 of a-z, 0-9, _ and -, a letter first")
     try:
         identity, provenance = canonical_json(record.identity), canonical_json(record.provenance)

@@ -34,18 +34,12 @@ from latentcache.store.entry import (
     EntryArrays,
     OwnedEntry,
     description_of,
+    is_field,
+    is_kind,
     payload_digest,
     record_of,
 )
-from latentcache.store.layout import (
-    DIGEST_BYTES,
-    KEY_BYTES,
-    Column,
-    Location,
-    Pack,
-    PackRow,
-    RowGroup,
-)
+from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Location, Pack, PackRow, RowGroup
 from latentcache.types import Record
 from latentcache.utils.durable_files import open_to_read, sealed_file, unreadable, write_all
 
@@ -238,7 +232,9 @@ def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
     groups: list[RowGroup] = []
     first = 0
     for kind, num, fields in listed:
-        columns = []
+        columns, names = [], [name for name, _, _ in fields]
+        if not is_kind(kind) or not names or not all(map(is_field, names)) or names != sorted(set(names)):
+            raise ValueError(f"a group has an invalid kind or invalid fields: {kind!r:.80} with {names!r:.80}")
         for name, values, offsets in fields:
             dtype, (num_rows, *shape), start = tensors[values]
             fits = num_rows == num if offsets is None else tensors[offsets][:2] == ("int64", (num + 1,))

@@ -88,7 +88,7 @@ def test_a_store_that_cannot_compare_is_refused(swift_url: str) -> None:
     assert bucket.write("x", b"1", version=ANY_VERSION) and bytes(bucket.read("x")[0]) == b"1"
     manifests = RemoteManifests(bucket)
     for call in (lambda: manifests.begin("photos"), lambda: manifests.write(make_manifest())):
-        with pytest.raises(RemoteError, match="does not compare before it replaces an object") as caught:
+        with pytest.raises(RemoteError, match="does not support conditional writes") as caught:
             call()
         assert "Use one that does, as those of Amazon" in caught.value.next_step
     assert bucket.list("probes") == bucket.list("manifests") == {}

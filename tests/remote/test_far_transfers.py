@@ -79,7 +79,7 @@ def test_a_fault_that_stays_is_an_error_with_a_next_step(
     far.relay.change = lambda path, status, data: None if "/packs/" in path else data
     with pytest.raises(RemoteError) as caught:
         transfer(here, far.url)
-    assert "run the same again" in caught.value.next_step
+    assert "run the command again" in caught.value.next_step
     far.relay.change = None
     assert far.manifests().names() == [] and far.unfinished() == ["photos"]
     assert transfer(here, far.url).ok

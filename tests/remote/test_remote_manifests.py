@@ -124,7 +124,7 @@ def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path, monkeypatch: pyt
     """A pull from a service that somebody else runs would write outside of the cache."""
     files = {f"manifests/{name}.safetensors": Listed(0)}
     monkeypatch.setattr(ServiceTransport, "list", lambda self, folder: files if folder == "manifests" else {})
-    with pytest.raises(RemoteError, match="is no name of a manifest"):
+    with pytest.raises(RemoteError, match="is not a valid name"):
         transfer("http://127.0.0.1:9", tmp_path / "a" / "cache")
     assert not list(tmp_path.rglob("*.safetensors"))
 

@@ -6,11 +6,12 @@ import threading
 import time
 
 import pytest
+import urllib3
 from helpers.relay import Relay
 from helpers.remote_samples import entries_of, key_of_image
 from helpers.serving import TOKEN, RunningServer, served_store
 
-from latentcache.errors import ReadOnlyError, RemoteError, StoreError
+from latentcache.errors import ReadOnlyError, RemoteError, StorageFullError, StoreError
 from latentcache.remote.service import ServiceTransport
 
 ABSENT = "0" * 64
@@ -28,7 +29,7 @@ def test_what_is_no_url_of_a_service_is_refused(url: str) -> None:
 
 def test_a_server_that_is_not_there_is_tried_for_the_stated_time() -> None:
     store, start = served_store("http://127.0.0.1:9", retry_s=0.5), time.monotonic()
-    with pytest.raises(RemoteError, match="does not answer") as caught:
+    with pytest.raises(RemoteError, match="does not respond") as caught:
         store.find([ABSENT])
     assert 0.25 < time.monotonic() - start < 5
     assert caught.value.url == "http://127.0.0.1:9" and "latentcache serve" in caught.value.next_step
@@ -76,10 +77,16 @@ def test_a_reading_token_does_not_write(server: RunningServer) -> None:
         store.writer()
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b'{"found": 7}', b"[" * 100_000])
+ENDLESS = b'{"packs": [{"id": "%b", "num_bytes": 1e999}]}' % ABSENT[:32].encode()
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b'{"found": 7}', b"[" * 100_000, ENDLESS], ids=lambda _: "")
 def test_strange_answers_are_typed_errors(relay: Relay, answer: bytes) -> None:
     relay.change = lambda path, status, data: answer.ljust(len(data))[: len(data)]
     with served_store(relay.url, token=TOKEN, retry_s=1) as store:
         for call in (lambda: store.find([ABSENT]), store.stats):
             with pytest.raises(RemoteError, match="is not what was requested"):
                 call()
+        full = urllib3.HTTPResponse(b'{"kind": "StorageFullError", "needed_bytes": "many"}', status=507)
+        with pytest.raises(StorageFullError):
+            store.transport._refused(full)

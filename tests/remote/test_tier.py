@@ -108,7 +108,7 @@ def test_where_nothing_can_be_kept_the_error_says_so(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot be kept here"):
+    with pytest.raises(StoreError, match="cannot write a pack to the local tier"):
         served_store(server.url, local=tmp_path / "file")
     with served_store(server.url, token=TOKEN, local=local) as store:
         list(store.keys())

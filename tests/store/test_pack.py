@@ -135,10 +135,12 @@ def rewrite_header(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[start:])
 
 
-def count_five_images(header):
-    groups = header["__metadata__"]["groups"]
-    assert '"image",3' in groups
-    header["__metadata__"]["groups"] = groups.replace('"image",3', '"image",5')
+def in_groups(old, new):
+    def change(header):
+        assert old in header["__metadata__"]["groups"]
+        header["__metadata__"]["groups"] = header["__metadata__"]["groups"].replace(old, new)
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,12 @@ def count_five_images(header):
         lambda header: header.update(hole={"dtype": "U8", "shape": [4], "data_offsets": [1 << 40, (1 << 40) + 4]}),
         lambda header: header.update(another=header["moments/4x8x8"]),
         lambda header: header["hidden/offsets"].update(shape=[1, 3]),
-        count_five_images,
+        in_groups('"image",3', '"image",5'),
+        in_groups('"image"', "[5]"),
+        in_groups('"image"', '"No kind!"'),
+        in_groups('["hidden"', '[["hidden"]'),
+        in_groups('["hidden"', '["a/b"'),
+        in_groups('["hidden"', '["moments"'),
         lambda header: header["__metadata__"].update(groups="[" * 100_000),
     ],
     ids=lambda _: "",

@@ -37,7 +37,7 @@ def test_a_sample_that_was_refused_keeps_no_manifest_back(tmp_path: Path) -> Non
     assert manifest_of(tmp_path / "b") == manifest_of(source)
     folder.write(replace(make_manifest("photos"), rows=rows))
     reason = transfer(source, tmp_path / "c").refused["photos"]
-    assert "of its entries are neither here" in reason and "'8.png'" in reason
+    assert "of its entries are missing both here" in reason and "'8.png'" in reason
 
 
 def test_what_is_missing_moves_whole_and_once_and_a_dry_run_says_so(tmp_path: Path) -> None:
