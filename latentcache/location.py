@@ -53,8 +53,8 @@ def cache_location(value: object) -> Path | str:
     if isinstance(value, str) and scheme is None:
         if _MISTYPED.match(value):
             raise ValueError(
-                f"{_shown(value)!r} is not a complete URL (give it as text: a Path drops a slash). For a directory of "
-                f"this name use ./NAME. A cache is {ALLOWED}"
+                f"{_shown(value)!r} is not a complete URL: give a URL as text, since a Path drops a slash. For a "
+                f"directory of this name use ./NAME. A cache is {ALLOWED}"
             )
         return expanded(value)
     name = "" if scheme is None else scheme[1].lower()
@@ -86,7 +86,7 @@ def _of_bucket(url: str) -> str:
     parts = urlsplit(url)
     # A colon may belong to a password with a slash, where parsing ends the host. Bucket names have no colon.
     if ":" in parts.netloc or (parts.username is not None and not parts.scheme.startswith("abfs")):
-        raise ValueError("the URL has a password: give the credentials of an object store in the environment instead")
+        raise ValueError("the URL has a password, but credentials of an object store come from the environment")
     if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
         raise ValueError(f"{_shown(url)}: a cache is {ALLOWED}")
     return url.rstrip("/")

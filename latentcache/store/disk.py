@@ -249,7 +249,7 @@ class DiskStore(PackReader):
         self.invalidate([location])
         self.reload()
         [moved] = self.locate([key])  # another process may have removed it, or found it damaged
-        if moved.place != location.place:
+        if (moved.pack.id, moved.row) != (location.pack.id, location.row):
             return moved
         self.mark_damaged({key: (location, problem)})
         raise self._damaged_error(key, problem)

@@ -122,11 +122,6 @@ class Location(msgspec.Struct, frozen=True, gc=False):  # one per entry and batc
     digest: bytes
     group: RowGroup
 
-    @property
-    def place(self) -> tuple[str, int]:
-        """The pack's id and the row, which together identify a location."""
-        return self.pack.id, self.row
-
 
 def byte_ranges(locations: Iterable[Location]) -> list[tuple[int, int]]:
     """The byte ranges of these entries' fields in their pack: (offset, length). A ragged field gives its offsets'."""

@@ -1,4 +1,4 @@
-"""MemoryStore: entries in CPU memory, gone when the process ends."""
+"""MemoryStore, the CPU tier: entries in memory, gone when the process ends."""
 
 from __future__ import annotations
 

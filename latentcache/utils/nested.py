@@ -23,20 +23,16 @@ def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, leaf
 
 
-def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def named_leaves(value: Any, name: str, _above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield everything in `value` that is not a container. A container inside itself is entered once."""
-    yield from _leaves(value, name, ())
-
-
-def _leaves(value: Any, name: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    if id(value) in above:
+    if id(value) in _above:
         return
     children = _children(value)
     if children is None:
         yield name, value
         return
     for key, child in children:
-        yield from _leaves(child, f"{name}.{key}" if name else str(key), (*above, id(value)))
+        yield from named_leaves(child, f"{name}.{key}" if name else str(key), (*_above, id(value)))
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
