@@ -1,4 +1,4 @@
-"""Precaching on a Ray cluster: `precache(config, address="auto")`, as `latentcache precache CONFIG --ray auto` does."""
+"""Precaching on a Ray cluster: `precache(config, address="auto")`, or `latentcache precache CONFIG --ray auto`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -36,18 +37,37 @@ from latentcache.utils.extras import naming_extras
 from latentcache.utils.progress import Progress
 from latentcache.utils.signals import handlers_kept
 
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no usage reports to Ray's makers
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the new behaviour for processes without a GPU, without Ray's warning
+}
+
+CONNECT_S = 60.0
+"""Timeout of the connection to the head node."""
+MAX_ATTEMPTS = 3
+"""Encoders that may die with the same call before the run fails: the cause is then an image, or the machines."""
+MAX_BATCHES = 16
+"""Most batches in a call, which is also the most that the death of an encoder loses. Those of 1024 x 1024 images make
+about one pack."""
+POLL_S = 1.0
+"""Longest time between two checks of `stop` and of the timeouts."""
+LAST_SEAL_S = 30.0
+"""Time that encoders have after an error to seal what they have encoded."""
+
 Work = list[list[tuple[Task, int]]]
-"""Batches of one kind. Each image comes without its source, and with the source's number."""
+"""Batches of one kind. A task of an image has no source, but the number of its source."""
 Answer = tuple[dict[str, Failure], Report]
-"""What became of a call's entries: why some cannot be made, and what was counted. The others are durable, but those
-that a stop left."""
+"""The result of a call: entries that cannot be encoded, by key, and counts. The other entries are stored, except those
+that a stop has skipped."""
+
+logger = logging.getLogger("latentcache")
 
 
 class RayEncoder:
-    """Encodes batches with the models of `config`, and seals what it made in the config's cache.
+    """Encodes batches with the models of `config`, and seals the entries in the config's cache.
 
     Keys and bytes are those of `planned`. `sources` are the datasets that images are read from. Call `where` first: it
-    answers as soon as the process runs. The models are identified by the first `encode`, whose errors reach the caller.
+    returns as soon as the process runs. The first `encode` identifies the models, so that its caller gets their errors.
     """
 
     def __init__(self, config: Config, planned: Encodings, sources: Sequence[SampleSource]):
@@ -57,23 +77,23 @@ class RayEncoder:
         self._kind: Kind = "text"
 
     def where(self) -> str:
-        """Name this process, for people."""
+        """A description of this process for messages."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def stop(self) -> None:
-        """Leave the rest of the running call to another run: what is done is sealed. Called from another thread."""
+        """Skip the rest of the current call, and seal what is done. To be called from another thread."""
         self._stop.set()
 
     def encode(self, work: Work) -> Answer:
-        """Encode and seal what the cache does not have yet of these batches.
+        """Encode and seal those entries of these batches that the cache does not have yet.
 
-        Raises ModelError where the models are not those of the plan.
+        Raises ModelError if the models are not those of the plan.
         """
         if self._workspace is None:
             self._workspace = self._start()
         batches = [[self._with_source(task, number) for task, number in batch] for batch in work]
         groups = {task.key: number for number, batch in enumerate(batches) for task in batch}
-        found = self._workspace.store.find(groups)  # by an encoder that died in the middle of this call
+        found = self._workspace.store.find(groups)  # stored by an encoder that died during this call
         tasks = [task for batch in batches for task in batch if task.key not in found]
         problems, made = dict[str, Failure](), set[str]()
         with self._workspace.store.writer() as writer:
@@ -85,7 +105,7 @@ class RayEncoder:
     def _encode(
         self, tasks: list[Task], groups: dict[str, int], writer: Writer, problems: dict[str, Failure], made: set[str]
     ) -> Report:
-        """Give the entries to the writer, batched as planned."""
+        """Encode the tasks into the writer, in the planned batches."""
 
         def store(entry: Entry) -> None:
             writer.add(entry)
@@ -110,8 +130,8 @@ class RayEncoder:
         for part, one, other in (("vae", here.image, planned.image), ("text_encoder", here.text, planned.text)):
             if one != other:
                 raise ModelError(
-                    f"{part}: the encoder of {self._config.model.path} in {self.where()} computes other entries than "
-                    f"those that were planned: {one} in place of {other}. Give all nodes the same model and versions.",
+                    f"{part}: the encoder of {self._config.model.path} in {self.where()} differs from the planned one: "
+                    f"{one}, but planned is {other}. Give all nodes the same model, and the same versions of packages.",
                     part=part,
                 )
         self._texts = TextKeys(here.family, models.tokenizers, here.text, "")
@@ -121,38 +141,15 @@ class RayEncoder:
         return replace(task, source=self._sources[number]) if task.kind != "text" else task
 
     def _reads_as_planned(self, task: Task, problems: dict[str, Failure]) -> bool:
-        """Whether the tokenizer gets here what the key was made of: other versions clean and render texts otherwise."""
+        """Whether the tokenizer's input is the one in the key: other versions may clean or render texts differently."""
         if self._texts.source(task.caption) == task.identity.source:
             return True
         detail = (
-            f"{self.where()} gives its tokenizer another text for caption {task.caption!r} than the driver has in the "
-            "key. Install the same versions of diffusers, transformers and, where one node has it, ftfy on all nodes"
+            f"for caption {task.caption!r} the tokenizer in {self.where()} gets another text than on the planning "
+            "machine. Install the same versions of diffusers and transformers on all nodes, and ftfy on all or none"
         )
         problems[task.key] = Failure("bad-caption", detail)
         return False
-
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-RAY_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # Ray would report its use to its makers
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's new way with processes without a GPU; it warns of the old one
-}
-
-CONNECT_S = 60.0
-"""A head that is there answers within this."""
-
-MAX_ATTEMPTS = 3
-"""Encoders that may die with the same call. Then the run ends: the cause is an image, or the machines."""
-MAX_BATCHES = 16
-"""Batches of a call: those of 1024 x 1024 images make about one pack. At most so many are lost when an encoder dies."""
-POLL_S = 1.0
-"""The longest time until `stop` and the time limits are looked at."""
-LAST_SEAL_S = 30.0
-"""After an error, for the encoders to seal what they have."""
-
-logger = logging.getLogger("latentcache")
 
 
 def precache(
@@ -166,15 +163,15 @@ def precache(
 ) -> Report:
     """Run `run_precache` on a Ray cluster: plan here, decode and encode there. Keys and bytes are the same.
 
-    `address` is that of the cluster, HOST:PORT; `auto` takes the one that runs on this machine or that RAY_ADDRESS
-    names, and starts one on this machine where there is none. A caller's own connection (`ray.init`) is used, and left.
-    Where nothing is to be encoded, Ray is not even started. The section `ray` of the config says what is requested.
+    `address` is the cluster's HOST:PORT. `auto` connects to the cluster on this machine or in RAY_ADDRESS, or starts
+    one on this machine. A connection that the caller has opened (`ray.init`) is used, and stays open. Ray is not
+    started if everything is cached. The section `ray` of the config says what each encoder requests.
 
-    Raises ClusterError where the cluster does not answer, or has not what is requested, and what `run_precache` raises.
+    Raises ClusterError if the cluster does not answer or lacks the resources, and what `run_precache` raises.
     """
     shard = Shard.from_environment()
     if shard.world_size > 1:
-        raise ConfigError("Ray shares the work by itself: start one process, not one for each GPU", source="WORLD_SIZE")
+        raise ConfigError("Ray distributes the work itself: start one process, not one per GPU", source="WORLD_SIZE")
     cluster = RayCluster(config, address)
     return run_precache(
         cluster.config,
@@ -188,10 +185,10 @@ def precache(
 
 
 class RayCluster:
-    """The encoders of a Ray cluster, as `run_precache` takes them. Ray is started by `encode`, not before."""
+    """The encoders of a Ray cluster, for `run_precache`. Only `encode` starts Ray."""
 
     encoder: type = RayEncoder
-    """The class of the encoders: a benchmark has others."""
+    """The class of the encoders, which tests and benchmarks replace."""
 
     def __init__(self, config: Config, address: str):
         self._settings, self._address = config.ray, address
@@ -206,7 +203,7 @@ class RayCluster:
 
     def encode(self, plan: Plan, context: RunContext) -> None:
         """Encode the plan's texts and images on the cluster."""
-        # Ray prints what it has to say of dead processes, but stdout is for the report.
+        # Ray prints about dead processes, but stdout is for the report.
         with redirect_stdout(sys.stderr), self._connected():
             num_encoders = self._num_encoders()
             sources: dict[int, tuple[int, SampleSource]] = {}
@@ -222,7 +219,7 @@ class RayCluster:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """A connection to the cluster; one that the caller has made stays."""
+        """Connect to the cluster for the block. A connection that the caller has opened stays open."""
         ray = self._ray
         if ray.is_initialized():
             yield
@@ -230,34 +227,34 @@ class RayCluster:
         address = None if self._address == "auto" else self._address
         try:
             host, _, port = (address or os.environ.get("RAY_ADDRESS", "")).rpartition(":")
-            if port.isdecimal() and "/" not in host:  # Ray alone tries for a quarter of an hour
+            if port.isdecimal() and "/" not in host:  # Ray itself retries for 15 minutes
                 socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-            with handlers_kept(signal.SIGTERM):  # by which a run seals what it has
+            with handlers_kept(signal.SIGTERM):  # the handler that lets a run seal its entries
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # Ray raises plain ones too, as when its own processes start too slowly
+        except Exception as error:  # Ray raises this class itself, e.g. if its processes start too slowly
             raise ClusterError(
                 self._address,
                 f"no connection ({str(error).strip().partition(chr(10))[0]})",
-                "Name the address that `ray start --head` printed, HOST:PORT, and run this where it can be reached; "
+                "Give the HOST:PORT that `ray start --head` printed, and run this on a machine that can reach it. "
                 "RAY_AUTH_MODE and the token must be those of the cluster.",
             ) from error
         try:
             yield
         finally:
-            with handlers_kept(signal.SIGTERM):  # by which a run seals what it has
+            with handlers_kept(signal.SIGTERM):
                 ray.shutdown()
 
     def _requested(self) -> dict[str, Any]:
-        """What each encoder requests."""
-        # An encoder is replaced by `_Run`: the work of a node that does not come back goes to the others. Two calls at
-        # once, so that `stop` reaches one that encodes.
+        """The options of an encoder: what it requests from Ray."""
+        # `_Run` replaces dead encoders, so that the work of a lost node goes to other nodes. Two calls at once let
+        # `stop` reach an encoder that is encoding.
         options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
         kind = self._settings.accelerator_type
         kinds = {} if kind is None else {"accelerator_type": kind}
         return options | {"num_cpus": self._settings.num_cpus, "num_gpus": self._num_gpus} | kinds
 
     def _num_encoders(self) -> int:
-        """How many encoders are requested."""
+        """How many encoders to request."""
         settings: RayConfig = self._settings
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         wanted = {"CPU": settings.num_cpus, "GPU": self._num_gpus}
@@ -271,42 +268,42 @@ class RayCluster:
             room = [min(1, number) for number in room]
         most = sum(room) if settings.max_encoders == "auto" else settings.max_encoders
         if not any(room):
-            logger.warning("%s Waiting for %g s.", self._missing(), settings.wait_s)
+            logger.warning("%s Waiting up to %g s.", self._missing(), settings.wait_s)
         return max(1, most)
 
     def _missing(self) -> ClusterError:
         settings, has = self._settings, self._ray.cluster_resources()
         names = ("CPU", "GPU", *sorted(name for name in has if name.startswith("accelerator_type:")))
-        there = ", ".join(f"{name} {has.get(name, 0.0):g}" for name in names)
+        available = ", ".join(f"{name} {has.get(name, 0.0):g}" for name in names)
         kind = "" if settings.accelerator_type is None else f" of type {settings.accelerator_type}"
         return ClusterError(
             self._address,
             f"an encoder needs {self._num_gpus:g} GPUs{kind} and {settings.num_cpus:g} CPUs; all nodes together have "
-            f"{there}, some of which other programs may be using",
-            "Add nodes, or change ray.num_gpus, ray.accelerator_type or ray.num_cpus. If machines must start first, "
+            f"{available}, some of which other programs may use",
+            "Add nodes, or change ray.num_gpus, ray.accelerator_type or ray.num_cpus. If machines have to start first, "
             "raise ray.wait_s.",
         )
 
 
 class _Run:
-    """The calls of one run: each encoder has one at a time, and the call of one that dies goes to another.
+    """The calls of one run. Each encoder has one call at a time; if an encoder dies, another one gets its call.
 
-    Not by ray.util.ActorPool: it does not say which call failed, gives calls to encoders that may never find room, and
-    keeps its queue when a run is stopped. Nor by Ray's restarts, which wait for a lost node without an end.
+    ray.util.ActorPool does not say which call failed, gives calls to encoders that may never be scheduled, and keeps
+    its queue when a run is stopped. Ray's restarts wait for a lost node without a time limit.
     """
 
     def __init__(self, ray: Any, calls: Sequence[Work], context: RunContext, start: Callable[[], Any]):
         self._ray, self._context, self._start = ray, context, start
         self._todo = deque((work, 0) for work in calls)
-        """With the number of encoders that died with it."""
+        """Calls, each with the number of encoders that died with it."""
         self._starting: dict[Any, Any] = {}
-        """The answer that comes when an encoder runs -> the encoder."""
+        """Encoders that have not started yet, by the future that is done when they have."""
         self._running: dict[Any, tuple[Any, Work, int]] = {}
         self._idle: list[Any] = []
-        self._is_told = False
+        self._is_stopping = False
 
     def run(self, settings: RayConfig, num_encoders: int, missing: Callable[[], ClusterError]) -> None:
-        """Encode everything. Errors of encoders are raised here; `missing()` where nothing can run."""
+        """Run all calls. Raises the errors of encoders, and `missing()` if the cluster has no room for them."""
         for _ in range(num_encoders):
             self._request_encoder()
         active_at = time.monotonic()
@@ -339,13 +336,13 @@ class _Run:
         return bool(self._todo or self._running)
 
     def _stop_encoders(self) -> None:
-        if not self._is_told:
+        if not self._is_stopping:
             for encoder, *_ in self._running.values():
                 encoder.stop.remote()
-        self._is_told = True
+        self._is_stopping = True
 
     def _take(self, answer: Any) -> None:
-        """Note what became of a call."""
+        """Take the result of a call."""
         encoder, work, num_deaths = self._running.pop(answer)
         try:
             problems, made = self._ray.get(answer)
@@ -353,7 +350,7 @@ class _Run:
             raise _cause(error) from error
         except self._ray.exceptions.RayError as error:
             logger.warning("an encoder died: %s", _first_line(error))
-            self._ray.kill(encoder)  # where only the connection to it was lost
+            self._ray.kill(encoder)  # in case only the connection was lost
             if num_deaths + 1 == MAX_ATTEMPTS:
                 raise _died(work, error) from error
             self._todo.append((work, num_deaths + 1))
@@ -366,7 +363,7 @@ class _Run:
         self._context.progress.advance(_num_entries(work))
 
     def _close(self) -> None:
-        """End the encoders; after an error they seal what they have."""
+        """Kill the encoders, after those that still work have sealed their entries."""
         self._stop_encoders()
         if self._running:
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=LAST_SEAL_S)
@@ -377,9 +374,9 @@ class _Run:
 def _calls(
     batches: Sequence[Sequence[Task]], num_encoders: int, sources: dict[int, tuple[int, SampleSource]]
 ) -> Iterator[Work]:
-    """The calls for batches of one kind, four or more for each encoder if there are enough. Notes their sources.
+    """The calls for batches of one kind, four or more per encoder if there are enough. Adds their sources to `sources`.
 
-    A source goes to each encoder once: the list of a dataset of many tars is larger than a batch's pixels.
+    Each encoder gets a source only once: the file list of a large dataset is larger than the pixels of a batch.
     """
     size = min(MAX_BATCHES, max(1, len(batches) // (4 * num_encoders)))
     for start in range(0, len(batches), size):
@@ -405,22 +402,22 @@ def _died(work: Work, error: BaseException) -> ClusterError:
         "its encoders",
         f"{MAX_ATTEMPTS} of them died with the same {_num_entries(work)} entries, the first of which is of {named} "
         f"({_first_line(error)})",
-        "What was sealed is safe: run the same command again. If it ends here again, look into Ray's logs: memory that "
-        "runs out is the usual cause, or an image that kills its process, which `latentcache precache` without --ray "
-        "meets too.",
+        "Sealed entries are safe: run the same command again. If it fails here again, look into Ray's logs. The usual "
+        "cause is too little memory, or an image that crashes the decoder; then `latentcache precache` without --ray "
+        "crashes too.",
     )
 
 
 def _cause(error: Any) -> LatentCacheError:
-    """The error of a process of the cluster, as it would be raised here."""
+    """The error of a process of the cluster, as one to raise here."""
     cause = error.cause
     if isinstance(cause, LatentCacheError):
         return cause
-    logger.error("%s", error)  # with the traceback of that process
+    logger.error("%s", error)  # includes the traceback of that process
     return ClusterError(
         "a process of the cluster",
         f"failed: {type(cause).__name__}: {_first_line(cause)}",
-        "All nodes need latentcache in the same version, and the dataset at the same path; the log has the traceback.",
+        "All nodes need the same version of latentcache, and the dataset at the same path; the log has the traceback.",
     )
 
 
@@ -437,7 +434,7 @@ def _import_ray() -> ModuleType:
 
 
 def _device(config: Config) -> torch.device:
-    """Where the encoders compute. This machine need not have such a device, and Ray gives each encoder its own."""
+    """The device of the encoders. This machine may lack it; Ray gives each encoder its own."""
     name, num_gpus = config.encode.device, config.ray.num_gpus
     if name == "auto":
         has_gpus = num_gpus != "auto" and num_gpus > 0
@@ -447,23 +444,23 @@ def _device(config: Config) -> torch.device:
         if has_gpus:
             return torch.device("cuda")
         if num_gpus != 0:
-            logger.warning("this machine has no accelerator, so that CPUs encode; else set encode.device, e.g. to cuda")
+            logger.warning("this machine has no accelerator, so the encoders use CPUs; set encode.device, e.g. to cuda")
         return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"encode.device is {name!r}, which is unknown; use auto, cpu, cuda, ...", key="encode.device"
+            f"encode.device is {name!r}, which is not a device; use auto, cpu, cuda, ...", key="encode.device"
         ) from error
     if device.index is not None:
         raise ConfigError(
-            f"encode.device is {name!r}: on Ray give no number, as Ray chooses the GPU", key="encode.device"
+            f"encode.device is {name!r}: leave out the number, since Ray assigns the GPUs", key="encode.device"
         )
     return device
 
 
 def _absolute_paths(section: Any) -> Any:
-    """The section, its paths on this machine made absolute: the encoders run in other folders."""
+    """The section with absolute paths: the encoders have other working directories."""
     changed: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)

@@ -480,7 +480,7 @@ def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
 
 
 def test_what_cannot_run_on_a_cluster_is_refused(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="give no number"):
+    with pytest.raises(ConfigError, match="leave out the number"):
         precache(make_config(**{"encode.device": "cuda:1"}))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
