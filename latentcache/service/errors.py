@@ -1,4 +1,4 @@
-"""Errors as problem documents (RFC 9457): what an exception says, its fields, and the status of the answer."""
+"""Errors as problem documents (RFC 9457): status, message and fields of an exception."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from latentcache.errors import LatentCacheError, RequestRefused
 
 MEDIA_TYPE = "application/problem+json"
 SENT_FIELDS = ("key", "path", "sample_id", "reason", "met", "allowed", "next_step", "part", "problem", "needed_bytes")
-"""Attributes of errors that a document carries, where an error has them."""
+"""Attributes of errors that a document carries if they are set."""
 STATUSES: dict[type[LatentCacheError], int] = {
     errors.EntryMissingError: 404,
     errors.SampleError: 404,
@@ -34,7 +34,7 @@ STATUSES: dict[type[LatentCacheError], int] = {
     errors.StoreError: 503,
     LatentCacheError: 500,
 }
-"""HTTP status for each class of error; the first match in the error's MRO counts."""
+"""HTTP status by class of error; the first class in the error's MRO that is listed here counts."""
 RETRY_AFTER_S = 2
 _NUM_FAULTS = 5
 
@@ -50,13 +50,13 @@ _SCHEMA = {
     },
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "default": {"description": "A problem document: what is wrong.", "content": {MEDIA_TYPE: {"schema": _SCHEMA}}}
+    "default": {"description": "A problem document.", "content": {MEDIA_TYPE: {"schema": _SCHEMA}}}
 }
-"""What OpenAPI says of every route's errors."""
+"""The errors of every route, for the OpenAPI document."""
 
 
 def problem_of(error: LatentCacheError) -> Response:
-    """The answer that an error gives. `type` and `kind` name its class."""
+    """The response for an error; `type` and `kind` name its class."""
     kind = type(error)
     status = getattr(error, "status", None)
     if not isinstance(status, int):
@@ -78,8 +78,8 @@ def problem_of(error: LatentCacheError) -> Response:
     return Response(json.dumps(document, default=str).encode("ascii"), status, headers, MEDIA_TYPE)
 
 
-def add_handlers(app: FastAPI, wrong_address: Callable[[Request, LatentCacheError], Response]) -> None:
-    """Let the app answer each error with a problem document, and by `wrong_address` outside of the API."""
+def add_handlers(app: FastAPI, wrong_address: Callable[[Request], Response]) -> None:
+    """Make the app answer errors with problem documents, and unknown addresses of pages by `wrong_address`."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, LatentCacheError)
@@ -88,24 +88,24 @@ def add_handlers(app: FastAPI, wrong_address: Callable[[Request, LatentCacheErro
     async def malformed(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_NUM_FAULTS]]
-        step = "The OpenAPI document at /v1/openapi.json says what a request has"
+        step = "See /v1/openapi.json for what the request needs"
         return problem_of(RequestRefused("; ".join(faults), status=422, next_step=step))
 
     async def other(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, LatentCacheError):  # FastAPI could not read the body, and this is why
+        if isinstance(error.__cause__, LatentCacheError):  # raised while FastAPI read the body
             return problem_of(error.__cause__)
         if error.status_code == HTTPStatus.NOT_FOUND and not request.url.path.startswith("/v1/"):
-            return wrong_address(request, RequestRefused("there is no page at this address", status=404))
-        step = "The OpenAPI document at /v1/openapi.json lists what there is"
+            return wrong_address(request)
+        step = "See /v1/openapi.json for the routes and methods"
         detail = f"{request.method} {request.url.path}: {error.detail}"
         answer = problem_of(RequestRefused(detail, status=error.status_code, next_step=step))
         answer.headers.update(error.headers or {})
         return answer
 
     async def fault(request: Request, error: Exception) -> Response:
-        # Starlette raises it again after the answer, so that it is logged with its traceback.
-        step = "It is a fault of latentcache: please report what the server's log says"
+        # Starlette raises it again after the response, so that it is logged with its traceback.
+        step = "This is a bug in latentcache: please report it with the traceback in the server's log"
         return problem_of(RequestRefused(f"{type(error).__name__} in the server", status=500, next_step=step))
 
     app.add_exception_handler(LatentCacheError, known)

@@ -44,7 +44,7 @@ def test_the_page_shows_each_sample_with_all_its_parts(server: RunningServer, ca
         answer = server.get(url("/sample", dataset="walk", id=name, reasons=1))
         assert answer.status == 200 and b">miss<" not in answer.body
         page = html.unescape(answer.body.decode())
-        assert f">hit</span> {len(list(row.keys()))} entries are cached as the config asks" in page
+        assert f">hit</span> {len(list(row.keys()))} entries are cached as the config requires" in page
         pictures = re.findall(r'(?:src|href)="(/v1/thumbnails/(\w{64})[^"]*|/photo[^"]+)"', page)
         shown = [*row.images, *(part for part in row.parts if part.part == "control")]
         assert [key for _, key in pictures if key] == [ref.key for ref in shown]

@@ -114,7 +114,7 @@ def test_the_gallery_is_paged_searched_and_filtered(server: RunningServer) -> No
     assert page.tiles() + rest == ["000.png", "001.png", *photos, "broken.jpg"] and len(rest) == 19
     assert fetch(server, "/gallery?search=RED+17&dataset=photos&state=").tiles() == ["017.png"]
     assert "truncated: the JPEG data ends" in fetch(server, "/gallery?state=refused").text
-    assert "Nothing matches" in fetch(server, "/gallery?search=zz+%3Czz").text
+    assert "No sample matches" in fetch(server, "/gallery?search=zz+%3Czz").text
 
 
 def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
             "caption cut off": ["001.png", "001.png"],  # also in the dataset held-out
         }
         health = fetch(server, "/health").text.replace("\n", "")
-        assert "Samples that lack an entry2" in health and "Damaged entries1" in health
+        assert "Incomplete samples2" in health and "Damaged entries1" in health
         assert "a bit <b>flipped</b>" in fetch(server, url("/sample", dataset="photos", id="005.png")).text
         # A manifest that is replaced is read again, and one that is damaged hides no other.
         folder.write(replace(manifest, rows={"000.png": manifest.rows["000.png"]}))
@@ -154,7 +154,7 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
 def test_a_sample_shows_photo_crop_captions_and_records(server: RunningServer) -> None:
     page = fetch(server, url("/sample", dataset="photos", id="001.png"))
     assert LONG_CAPTION in page.text and "hit 3 entries are cached." in page.text
-    assert "92 tokens with begin and end" in page.text and "the last 15 tokens cut off" in page.text
+    assert "92 tokens, including" in page.text and "the last 15 tokens cut off" in page.text
     image = next(attributes for tag, attributes in page.elements if tag == "image")
     shown = Image.open(io.BytesIO(server.get(image["href"]).body))
     assert (shown.format, shown.size) == ("WEBP", (192, 128))
@@ -179,7 +179,7 @@ def test_photos_are_images_and_only_with_the_setting(tmp_path: Path) -> None:
     with serving_here(tmp_path / "cache", writes=False) as server:
         fetch(server, "/gallery?state=stale", 422)
         fetch(server, url("/photo", dataset="photos", id="a"), 403)
-        assert "shows no photos" in fetch(server, url("/sample", dataset="photos", id="a")).text
+        assert "does not show photos" in fetch(server, url("/sample", dataset="photos", id="a")).text
 
 
 def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path) -> None:
@@ -246,9 +246,9 @@ def test_reasons_and_cut_captions(make_config: Any, photos: Path) -> None:
         asks = url("/sample", dataset="photos", id="c.png", reasons=1)
         assert "caption changed" not in waiting and f'hx-get="{escape(asks)}"' in waiting
         page = sample_page(server, "c.png", reasons=1)
-        assert "caption changed" in page and "Asking the planner" not in page and page.count(">hit<") == 1
+        assert "caption changed" in page and "Checking what" not in page and page.count(">hit<") == 1
         page = sample_page(server, "b.png", reasons=1)
-        assert ">hit</span> 2 entries are cached as the config asks." in page
+        assert ">hit</span> 2 entries are cached as the config requires." in page
         cut = page.partition('<s class="cut">')[2].partition("</s>")[0]
         # 77 tokens, of which two are begin and end: 25 times "a red house", one token a word or more.
         assert cut and LONG.strip().endswith(cut) and len(cut) < len(LONG) - 75

@@ -120,7 +120,7 @@ def test_search_and_filters_work_while_typing(open_page: OpenPage, base: str) ->
     assert page.url == f"{base}/gallery?search=number%2017"
     page.get_by_label("Search captions and ids").fill("")
     page.get_by_label("State").select_option("refused")
-    expect(status).to_have_text("1 sample: cannot be used, for a stated reason")
+    expect(status).to_have_text("1 sample: cannot be used for training")
     page.get_by_label("State").select_option("")
     page.get_by_label("Dataset").select_option("held-out")
     expect(status).to_have_text("2 samples")
@@ -138,7 +138,7 @@ def test_it_works_without_scripts(open_page: OpenPage, base: str) -> None:
     page.get_by_role("link", name="More samples").click()
     expect(tiles(page)).to_have_count(24)
     tiles(page).last.click()
-    expect(page.get_by_role("heading", level=2).first).to_have_text("The photo, and what is cached of it")
+    expect(page.get_by_role("heading", level=2).first).to_have_text("Photo and cached latents")
 
 
 def test_on_a_phone(open_page: OpenPage, base: str) -> None:
@@ -152,7 +152,7 @@ def test_on_a_phone(open_page: OpenPage, base: str) -> None:
     expect(page.get_by_label("State")).to_be_hidden()
     page.get_by_text("Filters").click()
     page.get_by_label("State").select_option("refused")
-    expect(page.get_by_role("status")).to_have_text("1 sample: cannot be used, for a stated reason")
+    expect(page.get_by_role("status")).to_have_text("1 sample: cannot be used for training")
     page.reload()
     expect(page.get_by_label("State")).to_be_visible()
 

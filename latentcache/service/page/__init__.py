@@ -1,1 +1,1 @@
-"""The page that a person sees at `/`: overview, gallery, samples and health of a cache."""
+"""The page that the service shows at `/`: overview, gallery, samples and health of a cache."""

@@ -1,4 +1,4 @@
-"""The page: what a person sees at `/`. It works without scripts too; with them the gallery loads more by itself."""
+"""The routes of the page at `/`. It works without scripts; with them the gallery loads more samples by itself."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from latentcache.loading.status import status_of
 from latentcache.service.auth import SESSION_S, Role, cookie_of
 from latentcache.service.errors import problem_of
 from latentcache.service.packs import KeyInPath
-from latentcache.service.page.sample import CutCaption, Explainer, photo_webp, sample_details
+from latentcache.service.page.sample import Explainer, photo_webp, sample_details
 from latentcache.service.page.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails
 from latentcache.service.page.views import (
     FILTERS,
     STATES,
-    Filters,
     Gallery,
-    GalleryPage,
     ReadableManifests,
     environment,
+    filters_of,
     query_of,
     rendered,
     url,
@@ -31,10 +30,10 @@ from latentcache.service.page.views import (
 from latentcache.service.state import ServiceState
 
 PAGES = (("/", "Overview"), ("/gallery", "Gallery"), ("/health", "Health"))
-STRIP = 8
-"""Samples on the overview."""
+_NUM_ON_OVERVIEW = 8
+"""How many samples the overview shows."""
 HEADERS = {
-    # Everything comes from here, and nothing is written into the pages: no script, no style, no frame.
+    # Scripts, styles and pictures come from this server alone, never inline; no page is shown in a frame.
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
     "Referrer-Policy": "same-origin",
@@ -44,14 +43,14 @@ NOT_KEPT = {"Cache-Control": "no-store"}
 DECODED_HEADER = "Latentcache-Decoded"
 
 Fields = Mapping[str, str]
-Side = Annotated[int, Query(ge=SIDES.start, lt=SIDES.stop, description="Of the longer side, in pixels, at most.")]
+Side = Annotated[int, Query(ge=SIDES.start, lt=SIDES.stop, description="Longest side of the picture, in pixels.")]
 
 
 def page_router(state: ServiceState, pages: Pages) -> APIRouter:
-    """The pages, and the pictures that they show.
+    """The routes of the pages, and of the pictures that they show.
 
-    Each is made in a thread. Errors are a page too, with the error's own words. Where reading needs a token, a form
-    takes it, and a cookie that no script can read remembers it.
+    Each page is made in a thread. An error is shown as a page with its message. If reading needs a token, a form asks
+    for it, and a cookie that scripts cannot read remembers it.
     """
     router = APIRouter()
     views = {
@@ -69,7 +68,7 @@ def page_router(state: ServiceState, pages: Pages) -> APIRouter:
 
     @router.get("/v1/thumbnails/{key}.webp", tags=["packs"], response_class=Response, responses={200: webp})
     async def thumbnail(key: KeyInPath, side: Side = DEFAULT_SIDE) -> Response:
-        """The cached image, decoded, as WebP of at most `side` pixels.
+        """The cached image, decoded, as a WebP picture at most `side` pixels high and wide.
 
         The header `Latentcache-Decoded` says how: `vae`, `linear`, or `channels`, whose colours are not the photo's.
         """
@@ -98,7 +97,7 @@ def _login_router(state: ServiceState, pages: Pages) -> APIRouter:
 
     @router.get("/login")
     async def form(request: Request) -> Response:
-        """The form. An address with the token, as `browse` opens it, logs in by itself."""
+        """Show the form, or log in by the token in the address, which `latentcache browse` opens."""
         given = request.scope["query_string"]
         return logged_in(request, given) if given else pages.login_form(200)
 
@@ -113,7 +112,7 @@ def _login_router(state: ServiceState, pages: Pages) -> APIRouter:
             token = ""
         session = state.access.session_of(token)
         if session is None:
-            return pages.login_form(403, problem="This is not the token of this server.")
+            return pages.login_form(403, problem="This is not a token of this server.")
         answer = Response(status_code=303, headers={"Location": "/", **NOT_KEPT})
         answer.set_cookie(cookie_of(request.scope), session, SESSION_S, **_cookie_options(request))
         return answer
@@ -128,7 +127,7 @@ def _login_router(state: ServiceState, pages: Pages) -> APIRouter:
 
 
 def _cookie_options(request: Request) -> dict[str, Any]:
-    """How the cookie is set. A proxy before the server says by X-Forwarded-Proto that its side is encrypted."""
+    """Attributes of the cookie. `secure` follows X-Forwarded-Proto if a proxy in front of the server sends it."""
     return {"path": "/", "httponly": True, "samesite": "lax", "secure": request.url.scheme == "https"}
 
 
@@ -137,7 +136,7 @@ def _webp(data: bytes, headers: Mapping[str, str]) -> Response:
 
 
 class Pages:
-    """What each address shows, from the fields of its query. Threads share it."""
+    """What each address shows, by the fields of its query. Thread-safe."""
 
     def __init__(self, state: ServiceState):
         environment()
@@ -146,14 +145,15 @@ class Pages:
         self._has_sessions, self._show_photos = not state.access.is_open, settings.show_photos
         self._explainer, decoder = None, None
         if settings.config is not None:
-            # Whatever the config says, this is the cache that is served.
+            # The served cache counts, not the one that the config names.
             cache = settings.config.cache.model_copy(update={"path": self._store.path})
             config = settings.config.model_copy(update={"cache": cache})
             from latentcache.service.page.vae_decoder import decoder_of  # imports diffusers
 
             self._explainer, decoder = Explainer(config), decoder_of(config)
         self.thumbnails = Thumbnails(self._store, decoder)
-        self._decoded_by = "latents" if decoder is None else "vae"  # in the addresses of pictures, which browsers keep
+        # Part of the addresses of pictures, which browsers cache.
+        self._decoded_by = "latents" if decoder is None else "vae"
 
     def _page(self, template: str, page: str = "", status: int = 200, **values: Any) -> Response:
         def thumbnail(key: str, side: int = DEFAULT_SIDE) -> str:
@@ -173,43 +173,44 @@ class Pages:
         )
         return Response(html, status, {**HEADERS, **NOT_KEPT}, "text/html; charset=utf-8")
 
-    def wrong_address(self, request: Request, error: LatentCacheError) -> Response:
-        """The answer to an address outside of the API that there is not."""
-        return self.login_form(401) if request.scope["latentcache.role"] < Role.READ else self.problem(error)
+    def wrong_address(self, request: Request) -> Response:
+        """The response to an unknown address outside of the API."""
+        if request.scope["latentcache.role"] < Role.READ:
+            return self.login_form(401)
+        return self.problem(RequestRefused("This server has no page at this address", status=404))
 
     def problem(self, error: LatentCacheError) -> Response:
         """The page that says what is wrong."""
         status = problem_of(error).status_code
-        title = {404: "Not found", 422: "This address makes no sense"}.get(status, "This cannot be shown")
+        title = {404: "Not found", 422: "This address is not valid"}.get(status, "This page cannot be shown")
         return self._page("problem.html", status=status, title=title, detail=str(error))
 
     def login_form(self, status: int, problem: str = "") -> Response:
-        """The form that takes a token."""
+        """The form that asks for a token."""
         return self._page("login.html", status=status, problem=problem)
 
     def overview(self, query: Fields) -> Response:
         """What the cache holds, and the first samples of its datasets."""
-        found = self._gallery.overview()
-        strip: tuple[Any, ...] = ()
+        found, tiles = self._gallery.overview(), list[Any]()
         for dataset in found["datasets"]:
-            if dataset["manifest"] is not None and len(strip) < STRIP:
-                strip += self._gallery.page(Filters(dataset=dataset["name"])).tiles[: STRIP - len(strip)]
+            if dataset["manifest"] is not None and len(tiles) < _NUM_ON_OVERVIEW:
+                tiles += self._gallery.page({"dataset": dataset["name"]})["tiles"]
         return self._page(
             "overview.html",
             "/",
             cache_name=self._store.path.name,
             overview=found,
             unfinished=self._gallery.folder.unfinished(),
-            gallery=GalleryPage(strip, None, None),
-            filters=Filters(),
+            gallery={"tiles": tiles[:_NUM_ON_OVERVIEW], "next_start": None},
+            filters={},
         )
 
     def gallery(self, query: Fields) -> Response:
-        """Samples that match the filters. ConfigError for an address that has none of these."""
+        """Samples that match the filters. ConfigError for an invalid filter or start."""
         start = query.get("start", "0")
         if not start.isdecimal() or len(start) > 12:
-            raise ConfigError(f"start {start!r:.40}: it is the number of a sample")
-        filters = Filters(**{name: query.get(name, "") for name in Filters.__slots__})
+            raise ConfigError(f"start is {start!r:.40}; give how many samples to skip")
+        filters = filters_of(query)
         answer = self._page(
             "gallery.html",
             "/gallery",
@@ -218,13 +219,13 @@ class Pages:
             choices=FILTERS,
             datasets=self._gallery.dataset_names(),
         )
-        answer.headers["HX-Replace-Url"] = url("/gallery", **filters.to_query())  # without the fields that are empty
+        answer.headers["HX-Replace-Url"] = url("/gallery", **filters)  # without empty fields
         return answer
 
     def sample(self, query: Fields) -> Response:
-        """One sample in all detail; with `reasons`, which may read the models' files, why it is a hit or a miss."""
+        """One sample; with `reasons` in the query, which may read the models' files, also why it is a hit or a miss."""
         details = sample_details(self._gallery, *_named(query), show_photo=self._show_photos)
-        explanation, captions = None, list[CutCaption]()
+        explanation, captions = None, list[tuple[str, str]]()
         if self._explainer is not None and "reasons" in query:
             explanation, captions = self._explainer(details["row"], details["num_variants"])
         return self._page(
@@ -233,7 +234,7 @@ class Pages:
             sample=details,
             explains=self._explainer is not None,
             explanation=explanation,
-            cut_captions=captions,
+            captions=captions,
             ways=WAYS,
             way=self.thumbnails.way,
         )
@@ -241,12 +242,12 @@ class Pages:
     def photo(self, query: Fields) -> Response:
         """The photo of a sample."""
         if not self._show_photos:
-            raise RequestRefused("this server shows no photos", status=403, next_step="Start it with --photos")
-        row, _, _ = self._gallery.sample(*_named(query))
-        return _webp(photo_webp(row), {})
+            raise RequestRefused("this server does not show photos", status=403, next_step="Start it with --photos")
+        manifest, number = self._gallery.sample(*_named(query))
+        return _webp(photo_webp(manifest.rows.row(number)), {})
 
     def health(self, query: Fields) -> Response:
-        """What is wrong, with the command that fixes it."""
+        """What is wrong with the cache, and the commands that fix it."""
         manifests = ReadableManifests(self._gallery.folder.path)
         found = status_of(self._store, manifests, self._store.path)
         return self._page(
@@ -255,7 +256,7 @@ class Pages:
 
 
 def _named(query: Fields) -> tuple[str, str]:
-    """Dataset and sample_id. ConfigError if one is not given."""
+    """Dataset and sample_id. ConfigError if one is missing."""
     if "dataset" not in query or "id" not in query:
-        raise ConfigError("the address of a sample has a dataset and an id")
+        raise ConfigError("the address of a sample needs a dataset and an id")
     return query["dataset"], query["id"]

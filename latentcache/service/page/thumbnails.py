@@ -1,8 +1,8 @@
-"""Small pictures of cached images: latents -> pixels -> WebP. Legend: C latent channels, h and w latent rows, columns.
+"""Thumbnails of cached images: latents -> pixels -> WebP. Legend: C latent channels, h and w latent rows, columns.
 
-Pixels are uint8 [H, W, 3]. A VAE makes them, where the service has one that is quick. Without it a picture comes from
-the linear approximation of the family, or, where there is none, shows the three channels that vary most: both take
-milliseconds and no model.
+Pixels are uint8 [H, W, 3]. They come from a VAE if the service has a quick one. Otherwise they come from the family's
+linear approximation of its decoder, or, if it has none, show the three channels that vary most. Both take milliseconds
+and need no model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from latentcache.service.page.vae_decoder import VaeDecoder  # imports diffusers
 
 SIDES = range(32, 2049)
-"""Allowed for the longer side of a thumbnail, in pixels."""
+"""Allowed longer sides of a thumbnail, in pixels."""
 DEFAULT_SIDE = 256
 QUALITY = 70
-"""Of WebP, up to 100."""
+"""WebP quality, up to 100."""
 _FIELDS = ("moments", "latents")
 _SPREAD = 50.0
-"""Shades, of 256, for a standard deviation of a channel: nearly all places are within two and a half."""
+"""Shades per standard deviation of a channel: nearly all values then fit into the 256 shades."""
 
 Way = Literal["vae", "linear", "channels"]
 WAYS: Mapping[Way, str] = {
@@ -41,18 +41,18 @@ WAYS: Mapping[Way, str] = {
     "linear": "by a linear approximation: colours and shapes, no details",
     "channels": "into the three channels that vary most: shapes, in colours that are not the photo's",
 }
-"""How latents become a picture, in words."""
+"""The ways to make a picture of latents, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnails:
-    """Makes thumbnails of a store's image entries. Threads may share it: it keeps nothing."""
+    """Makes thumbnails of a store's image entries. It is thread-safe, and keeps nothing in memory."""
 
     store: Store
     decoder: VaeDecoder | None = None
 
     def way(self, identity: Mapping[str, Any], fields: Description) -> Way | None:
-        """How an entry of this identity and these fields becomes a picture; None for one without latents."""
+        """How an entry with this identity and these fields becomes a picture; None for one without latents."""
         shape = next((fields[name][1] for name in _FIELDS if name in fields), None)
         if not shape:
             return None
@@ -62,9 +62,9 @@ class Thumbnails:
         return "channels" if preview_of(channels, identity) is None else "linear"
 
     def webp(self, key: str, side: int = DEFAULT_SIDE) -> tuple[bytes, Way]:
-        """The entry's picture, at most `side` pixels high and wide, never larger than what was decoded; and its way.
+        """The entry's picture, at most `side` pixels high and wide and never enlarged, and how it was made.
 
-        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents.
+        EntryMissingError, EntryDamagedError; RequestRefused for an entry without latents.
         """
         entry = self.store.get(key)
         latents, identity = first_frame(entry), entry.record.identity
@@ -78,18 +78,18 @@ class Thumbnails:
 
 
 def first_frame(entry: Entry) -> torch.Tensor:
-    """The mean latents of an image entry, of a video's first frame: unscaled, float32 [C, h, w].
+    """The mean latents of an image, or of a video's first frame: unscaled, float32 [C, h, w].
 
-    RequestRefused if it has none.
+    RequestRefused for an entry without latents.
     """
     tensors, key = entry.tensors, entry.record.key
     field = next((name for name in _FIELDS if name in tensors), None)
     if field is None:
-        detail = f"entry {key} is of kind {entry.record.kind}: only entries with latents have a thumbnail"
+        detail = f"entry {key} is of kind {entry.record.kind}; only entries with latents have a thumbnail"
         raise RequestRefused(detail, status=404)
     latents = tensors[field]
     if latents.ndim not in (3, 4) or latents.numel() == 0:
-        detail = f"entry {key} has {field} {list(latents.shape)}: a thumbnail needs [C, h, w] or [C, F, h, w]"
+        detail = f"the {field} of entry {key} are {list(latents.shape)}; a thumbnail needs [C, h, w] or [C, F, h, w]"
         raise RequestRefused(detail, status=404)
     if field == "moments":
         latents = latents.chunk(2)[0]  # mean, then log-variance
@@ -97,9 +97,9 @@ def first_frame(entry: Entry) -> torch.Tensor:
 
 
 def preview_of(channels: int, identity: Mapping[str, Any]) -> Preview | None:
-    """The linear approximation for latents of so many channels, whose VAE has the scaling factor of the identity.
+    """The linear approximation for latents with these channels and this identity's scaling factor; None without one.
 
-    Imported entries name no factor: there the channels decide. None where no family has one for them.
+    Imported entries state no factor, so for them the number of channels decides.
     """
     encoding = identity.get("encoding")
     stated = encoding.get("scaling_factor") if isinstance(encoding, Mapping) else None
@@ -111,22 +111,22 @@ def preview_of(channels: int, identity: Mapping[str, Any]) -> Preview | None:
 
 
 def _shrunk(latents: torch.Tensor, side: int, downscale: int) -> torch.Tensor:
-    """The latents, halved as long as their picture stays larger than `side`: decoding costs the square of the side."""
+    """The latents, halved while their picture stays larger than `side`: decoding costs the square of the side."""
     while max(latents.shape[1:]) * downscale >= 2 * side and min(latents.shape[1:]) >= 2:
         latents = torch.nn.functional.avg_pool2d(latents, 2)
     return latents
 
 
 def linear_pixels(latents: torch.Tensor, preview: Preview) -> np.ndarray:
-    """The linear approximation of the decoder for scaled latents: a pixel for each row and column."""
+    """The linear approximation of the decoder for scaled latents, one pixel per row and column."""
     weights, biases = (torch.tensor(values, dtype=torch.float32) for values in (preview.weights, preview.biases))
     return _pixels(torch.einsum("chw,rc->hwr", latents, weights) + biases)
 
 
 def channel_pixels(latents: torch.Tensor) -> np.ndarray:
-    """The three channels that vary most as red, green and blue: a pixel for each row and column.
+    """The three channels that vary most as red, green and blue, one pixel per row and column.
 
-    They show what is where. Their colours are no colours of the photo.
+    They show the shapes in the photo, but not its colours.
     """
     values = latents.nan_to_num(0.0, 0.0, 0.0).double()
     deviations, means = torch.std_mean(values, (1, 2), correction=0, keepdim=True)
@@ -141,7 +141,7 @@ def _pixels(colours: torch.Tensor) -> np.ndarray:
 
 
 def webp_of(pixels: np.ndarray, side: int) -> bytes:
-    """The pixels as WebP, made smaller where a side is longer than `side`."""
+    """The pixels as WebP, shrunk if a side is longer than `side`."""
     image = Image.fromarray(pixels)
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Pictures by the VAE of a config: loaded for the first one, on its device only while it decodes."""
+"""Pictures decoded by the VAE of a config. It is loaded on demand, and on its device only while it decodes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from latentcache.precache.encodings import load_models
 
 
 def decoder_of(config: Config) -> VaeDecoder | None:
-    """The decoder of a config's VAE where it is quick: on an accelerator, or for a tiny model. Nothing is loaded yet.
+    """The decoder of a config's VAE if that is quick, else None. The VAE itself is loaded later, on demand.
 
-    On a CPU a VAE takes seconds for a picture, and what is done without it a millisecond. DeviceError, ModelError.
+    On a CPU a VAE takes seconds per picture; a picture without it takes a millisecond. DeviceError, ModelError.
     """
     return VaeDecoder(config, load_models(config.model, {})) if is_quick(config) else None
 
 
 def is_quick(config: Config) -> bool:
-    """Whether the VAE of a config decodes a picture while a person waits: on an accelerator, or if it is tiny."""
+    """Whether the VAE of a config is quick enough for a person who waits: on an accelerator, or a tiny one."""
     is_tiny = config.model.path in (TINY, TINY_PHOTOS) and config.model.vae is None
     return is_tiny or device_named(config.encode.device).type != "cpu"
 
 
 class VaeDecoder:
-    """Decodes latents with the VAE of a config. Threads may share it; one decodes at a time.
+    """Decodes latents with the VAE of a config. Thread-safe: one thread decodes at a time.
 
-    The models must be its own, since they are moved.
+    It moves `models` between devices, so nothing else may use them.
     """
 
     def __init__(self, config: Config, models: Models):
@@ -45,7 +45,7 @@ class VaeDecoder:
         self.downscale = self._facts.downscale_factor
 
     def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
-        """By the class of the VAE and its factors. Imported entries name none: their shape decides."""
+        """Whether the VAE decodes such latents, by its class and factors; for imported entries by the shape alone."""
         family, scaling, encoding = self._models.family, self._facts.scaling, identity.get("encoding")
         if shape[0] != self._facts.latent_channels or (len(shape) == 4) != family.latent.is_video:
             return False
@@ -58,7 +58,7 @@ class VaeDecoder:
 
     def __call__(self, latents: torch.Tensor) -> np.ndarray:
         """Pixels uint8 [H, W, 3] of unscaled latents [C, h, w]. ModelError, DeviceError."""
-        if self._facts.scaling.rule == "batch_norm":  # which joins rows and columns in pairs
+        if self._facts.scaling.rule == "batch_norm":  # joins rows and columns in pairs
             latents = latents[:, : latents.shape[1] // 2 * 2, : latents.shape[2] // 2 * 2]
         is_video = self._models.family.latent.is_video
         scaled = self._facts.scaling.apply(latents[None, :, None] if is_video else latents[None])
