@@ -1,4 +1,4 @@
-"""Routes that encode what is not cached, with the models of the config that the server was given."""
+"""Routes that encode what is not cached, with the models of the server's config."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.types import Kind
 
 MAX_PROMPTS = 32
-"""In one request. Their keys are a header of the answer."""
+"""Most prompts in one request: the response has their keys in a header."""
 MAX_CHARACTERS = 1 << 14
-"""Of a prompt: more than the encoders of any family read."""
+"""Longest prompt, in characters; no family's encoders read more."""
 MAX_REQUESTS = 32
-"""Requests that wait for the encoder at once: others must find room on the server."""
+"""Requests that may wait for the encoder at once, which leaves room for other requests."""
 MAX_IMAGES = 8
-"""Images that are received at once, while others wait: each may be large, and is in memory."""
+"""Images received at once: each may be large, and is held in memory."""
 KEYS_HEADER, IMAGES_HEADER = "Latentcache-Keys", "Latentcache-Images"
 
 Return = Literal["pack", "keys"]
 _ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "A pack of the distinct entries; with `return` keys, JSON.",
+        "description": "A pack of the distinct entries, or JSON if `return` is `keys`.",
         "content": {OCTETS: {}, "application/json": {}},
     }
 }
 
 
 class PromptToEncode(BaseModel):
-    """A prompt as it is: nothing is stripped."""
+    """A prompt, encoded as it is: nothing is stripped."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     negative: bool = False
-    """Some families encode negative prompts otherwise: of those with CLIP alone clip_skip is for positive ones only."""
+    """Some families encode negative prompts differently: with CLIP alone, clip_skip is for positive prompts only."""
 
 
 class PromptsToEncode(BaseModel):
@@ -70,9 +70,9 @@ class PromptsToEncode(BaseModel):
 
 
 def encode_router(state: ServiceState) -> APIRouter:
-    """`prompts:encode` and `images:encode`, with the models of the config in the settings.
+    """The routes `prompts:encode` and `images:encode`, with the models of the config in the settings.
 
-    They are identified before this returns. The lifespan of the router ends with the encoder's.
+    The models are identified before this returns. The encoder is closed when the router's lifespan ends.
     Raises ConfigError, DeviceError, ModelError, StoreError.
     """
     assert state.settings.encode is not None
@@ -81,7 +81,7 @@ def encode_router(state: ServiceState) -> APIRouter:
         memo = opened.enter_context(contextlib.closing(Memo(state.store.path / "memo")))
         workspace = Workspace(state.store, state.manifests, memo, state.store.path)
         encoder = MissEncoder(state.settings.encode, workspace, idle_s=state.settings.idle_s, registry=registry)
-        memo.flush()  # the digests of the weights, whatever becomes of this process
+        memo.flush()  # keep the digests of the weights even if this process is killed
         opened.enter_context(encoder)
         to_close = opened.pop_all()
 
@@ -92,7 +92,7 @@ def encode_router(state: ServiceState) -> APIRouter:
         finally:
             await asyncio.to_thread(to_close.close)
 
-    waiting = "Entries that wait or are being encoded."
+    waiting = "Entries queued or being encoded."
     Gauge("latentcache_encoder_queue", waiting, registry=registry).set_function(lambda: encoder.num_waiting)
     loaded = Gauge("latentcache_encoder_loaded", "Whether encoders are on the device.", ["kind"], registry=registry)
     for kind in get_args(Kind):
@@ -103,13 +103,13 @@ def encode_router(state: ServiceState) -> APIRouter:
 
     @router.post("/prompts:encode", **options)
     async def encode_prompts(body: PromptsToEncode, request: Request) -> Response:
-        """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
+        """The entries of these prompts, as a pack. Entries that are not cached are encoded and stored first.
 
-        Where the server has a writing token, what is not cached needs it.
+        If the server has a writing token, a request for entries that are not cached needs it.
 
-        The header `Latentcache-Keys` has the key of each prompt, with commas between them; equal prompts share one.
-        With `"return": "keys"` the answer is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the entry
-        was there before.
+        The header `Latentcache-Keys` has the key of each prompt, separated by commas; equal prompts share one.
+        With `"return": "keys"` the response is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the
+        entry was cached before.
         """
 
         def tasks_of() -> list[Task]:
@@ -124,17 +124,17 @@ def encode_router(state: ServiceState) -> APIRouter:
     @router.post("/images:encode", openapi_extra={"requestBody": content}, **options)
     async def encode_image(
         request: Request,
-        dataset: Annotated[str | None, Query(description="The dataset as whose image it is prepared.")] = None,
+        dataset: Annotated[str | None, Query(description="The dataset whose settings prepare the image.")] = None,
         name: Annotated[str, Query(max_length=1000, description="The image's file name, for messages.")] = "",
         wanted: Annotated[Return, Query(alias="return")] = "pack",
     ) -> Response:
-        """The entries of the image in the body, as a pack: it and, if the dataset flips, its mirrored twin.
+        """The entries of the image in the body, as a pack: the image and, if the dataset flips, its mirrored twin.
 
-        Where the server has a writing token, an image that is not cached needs it.
+        If the server has a writing token, a request for an image that is not cached needs it.
 
-        The image is prepared as `precache` prepares those of the dataset, by default the only one of the config. The
-        header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
-        is the answer, as `{"entries": [...]}` with `cached` for each.
+        The image is prepared as `precache` prepares images of the dataset, by default the only one of the config. The
+        header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` the
+        response is that list, as `{"entries": [...]}` with `cached` for each.
         """
         async with receiving:
             data = await request.body()
@@ -147,7 +147,7 @@ def encode_router(state: ServiceState) -> APIRouter:
 
 
 class _Requested:
-    """Entries that are encoded where they are not there. It limits the requests that wait for the encoder."""
+    """Returns entries, encoding those that are not cached, and limits the requests that wait for the encoder."""
 
     def __init__(self, state: ServiceState, encoder: MissEncoder):
         self._state, self._encoder, self._requests = state, encoder, asyncio.Semaphore(MAX_REQUESTS)
@@ -160,7 +160,7 @@ class _Requested:
         wanted: Return,
         headers: Mapping[str, str],
     ) -> Response:
-        """The entries of these tasks, or with `wanted` keys the `facts` of each. RequestRefused, EncoderBusyError."""
+        """The entries of these tasks, or their `facts` if `wanted` is `keys`. RequestRefused, EncoderBusyError."""
         keys, store = list(dict.fromkeys(task.key for task in tasks)), self._state.store
         if num_missing := len(keys) - len(await self._state.read(store.find, keys)):
             self._check_may_store(request, num_missing)
@@ -170,26 +170,27 @@ class _Requested:
         try:
             data = await self._state.read(_pack_of, store, keys)
         except (EntryDamagedError, EntryMissingError):
-            # Reading found damage, which is a miss now; or a prune was faster.
+            # The read has found damage, which is now a miss; or `prune` has removed an entry.
             missing |= await self._encode(tasks)
             data = await self._state.read(_pack_of, store, keys)
-        self._state.telemetry.hits.inc(len(keys))
+        self._state.telemetry.hits.inc(len(keys) - len(missing))
+        self._state.telemetry.misses.inc(len(missing))
         if wanted == "keys":
             return JSONResponse({"entries": [{**each, "cached": each["key"] not in missing} for each in facts]})
         return Response(data, headers=dict(headers), media_type=OCTETS)
 
     def _check_may_store(self, request: Request, num_missing: int) -> None:
-        """RequestRefused for entries that are not there and a client that may only read: they would stay for good."""
+        """RequestRefused if entries are missing and the client may only read: encoding would fill the disk for good."""
         if self._state.access.writing_token is None or request.scope["latentcache.role"] >= Role.WRITE:
-            return  # without a writing token, whoever may read is served by --encode
-        step = "Send the writing token, or let a client that has it request them once"
+            return  # without a writing token, --encode serves everyone who may read
+        step = "Send the writing token, or request them once from a client that has it"
         detail = f"{num_missing} of these entries are not cached, and storing them needs the writing token"
         raise RequestRefused(detail, status=403, next_step=step)
 
     async def _encode(self, tasks: Sequence[Task]) -> set[str]:
-        """Wait until all entries are there. Returns the keys of those that were not."""
+        """Wait until all entries are cached. Returns the keys of those that were not."""
         futures = await self._state.read(self._encoder.submit, tasks)
-        if futures:  # what is there waits for nobody
+        if futures:  # a request whose entries are all cached does not wait
             async with self._requests:
                 await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
         return set(futures)

@@ -1,4 +1,4 @@
-"""Routes about manifests: their files, sent and taken whole, and the notes of runs that are not finished."""
+"""Routes about manifests: downloads and uploads of their files, and notes of unfinished runs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pydantic import BaseModel
 from latentcache.dataset.manifest import MAX_HEADER_BYTES, read_head, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
-from latentcache.service.packs import FILE, OCTETS, UPLOAD, body_chunks, has_tag, length_of
+from latentcache.service.packs import FILE, OCTETS, UPLOAD, body_chunks, has_tag
 from latentcache.service.state import ServiceState
 from latentcache.utils.durable_files import make_folder, open_to_read, sealed_file, typed_errors, write_all
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN, description="The manifest's name.", examples=["photos"])]
-Owner = Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="Whose run it is: each ends its own note.")]
+Owner = Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="The run's owner, who alone ends its note.")]
 _CHUNK_BYTES = 1 << 20
 _DAMAGED = '"damaged"'
-"""Stands for the ETag of a manifest that has none: a client that expects no certain version may replace it."""
+"""ETag of a damaged manifest: only clients that do not expect a certain version may replace it."""
 
 
 class ManifestFacts(BaseModel):
-    """One manifest. `etag` has the digest of all that it holds. One that is damaged has its name and an `error`."""
+    """One manifest. `etag` is the digest of its contents. A damaged manifest has only its name and an `error`."""
 
     name: str
     role: str | None = None
@@ -39,31 +39,31 @@ class ManifestFacts(BaseModel):
 
 
 class ManifestList(BaseModel):
-    """All manifests. `unfinished`: when runs began that did not finish, by manifest."""
+    """All manifests; `unfinished` says by manifest when runs began that have not finished."""
 
     manifests: list[ManifestFacts]
     unfinished: dict[str, str]
 
 
 def manifest_router(state: ServiceState) -> APIRouter:
-    """The routes below `/v1/manifests`: those that read, and those that change them."""
+    """The routes below `/v1/manifests`."""
     router, folder = APIRouter(prefix="/v1", tags=["manifests"]), state.manifests
     may_write = [Depends(state.may_write)]
 
     @router.get("/manifests")
     async def manifests() -> ManifestList:
-        """The manifests that there are."""
+        """List the manifests."""
         return await state.read(_listed, folder)
 
     @router.get("/manifests/{name}", response_class=Response, responses=FILE)
     async def manifest(name: Name, request: Request) -> Response:
-        """The file of a manifest: safetensors, with the columns of its samples."""
+        """Download a manifest: a safetensors file with the columns of its samples."""
         facts, file = await state.read(_opened, folder, name)
         headers = {"ETag": str(facts.etag), "Cache-Control": "no-cache"}
         if has_tag(request.headers.get("if-none-match", ""), str(facts.etag)):
             file.close()
             return Response(None, 304, headers)
-        # Not by its path, where another one may be by now.
+        # Of the open file: another one may be at its path by now.
         headers["Content-Length"] = str(os.fstat(file.fileno()).st_size)
         return StreamingResponse(_chunks(file), headers=headers, media_type=OCTETS)
 
@@ -71,10 +71,10 @@ def manifest_router(state: ServiceState) -> APIRouter:
         "/manifests/{name}",
         dependencies=may_write,
         openapi_extra=UPLOAD,
-        responses={201: {"model": ManifestFacts, "description": "It is new."}},
+        responses={201: {"model": ManifestFacts, "description": "The manifest is new."}},
     )
     async def put(name: Name, request: Request, response: Response) -> ManifestFacts:
-        """Put a manifest in the place of the one of this name. If-Match and `If-None-Match: *` guard against others."""
+        """Create or replace a manifest. If-Match and `If-None-Match: *` guard against concurrent changes."""
         facts, is_new = await state.change(_take, folder, name, request)
         response.status_code = 201 if is_new else 200
         response.headers["ETag"] = str(facts.etag)
@@ -82,19 +82,19 @@ def manifest_router(state: ServiceState) -> APIRouter:
 
     @router.put("/manifests/{name}/unfinished", dependencies=may_write, status_code=204)
     async def begin(name: Name, owner: Owner = "") -> None:
-        """Note that a run began to work on the manifest: `latentcache prune` waits until it has finished."""
+        """Note that a run works on the manifest; `latentcache prune` refuses to run until it has finished."""
         await state.change(folder.begin, name, owner)
 
     @router.delete("/manifests/{name}/unfinished", dependencies=may_write, status_code=204)
     async def end(name: Name, owner: Owner = "") -> None:
-        """End the note of a run. A manifest that is put ends the one without an owner by itself."""
+        """Remove the note of a run. Uploading the manifest removes the note without an owner."""
         await state.change(folder.end, name, owner)
 
     return router
 
 
 def served_names(folder: ManifestFolder) -> list[str]:
-    """The manifests that a request may name. A name that may lead out of the folder is not among them."""
+    """The manifests that a request may name, which excludes names that could lead out of the folder."""
     return [name for name in folder.names() if re.fullmatch(NAME_PATTERN, name)]
 
 
@@ -106,12 +106,12 @@ def _listed(folder: ManifestFolder) -> ManifestList:
         except DatasetError as error:
             found.append(ManifestFacts(name=name, error=str(error)))
         except RequestRefused:
-            continue  # it is gone since it was listed
+            continue  # removed since it was listed
     return ManifestList(manifests=found, unfinished=folder.unfinished())
 
 
 def _opened(folder: ManifestFolder, name: str) -> tuple[ManifestFacts, BinaryIO]:
-    """What the head of a manifest says, and its file, to be read from its beginning. RequestRefused, DatasetError."""
+    """The facts in a manifest's head, and its file, open at the start. RequestRefused, DatasetError."""
     path = folder.file(name)
     try:
         file = os.fdopen(open_to_read(path), "rb")
@@ -146,15 +146,15 @@ def _facts_in(data: bytes | memoryview, name: str, path: FilePath) -> ManifestFa
 
 
 def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[ManifestFacts, bool]:
-    """Put what is sent in the place of a manifest, and end what `begin` noted for no owner. Whether it is new too.
+    """Replace a manifest by the body, and remove the note without an owner. Returns also whether it is new.
 
-    It is checked whole before anything is replaced: RequestRefused.
+    The body is checked completely before it replaces anything. RequestRefused if it is invalid.
     """
     path = folder.path / f"{name}{SUFFIX}"
     with typed_errors(path, 0):
         make_folder(path.parent)
     with ExitStack() as held:
-        with sealed_file(path, length_of(request.headers)) as fd:
+        with sealed_file(path, int(request.headers.get("content-length", 0))) as fd:
             for chunk in body_chunks(request):
                 write_all(fd, chunk)
             try:
@@ -163,8 +163,8 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
             except DatasetError as error:
                 raise RequestRefused(str(error), status=422) from error
             facts = _facts_in(memoryview(data), name, path)
-            del data  # Windows renames no file that is mapped
-            # Two that replace the same version, also by other processes: only the first may.
+            del data  # Windows cannot rename a mapped file
+            # Of two clients that replace the same version, in any process, only the first succeeds.
             held.enter_context(folder.lock())
             etag = _etag(folder, name)
             _check_conditions(request.headers, etag)
@@ -182,10 +182,10 @@ def _etag(folder: ManifestFolder, name: str) -> str | None:
 
 
 def _check_conditions(asked: Mapping[str, str], etag: str | None) -> None:
-    """RequestRefused (412) if the manifest that is there is not the one that the client means."""
+    """RequestRefused (412) if the current manifest is not the version that the client expects."""
     if_match, if_none_match = asked.get("if-match"), asked.get("if-none-match")
     is_other = if_match is not None and not (etag and has_tag(if_match, etag))
     if is_other or (if_none_match is not None and etag and has_tag(if_none_match, etag)):
-        step, allowed = "Read it again before you replace it", if_match or if_none_match
-        detail = "the manifest has changed meanwhile"
+        step, allowed = "Download it again before you replace it", if_match or if_none_match
+        detail = "the manifest was changed by another client"
         raise RequestRefused(detail, status=412, met=etag, allowed=allowed, next_step=step)

@@ -1,4 +1,4 @@
-"""Encodes what is requested and not cached: once per key, in batches, in one thread, for all who wait for it."""
+"""Encodes requested entries that are not cached: once per key, in batches, in one thread for all requests."""
 
 from __future__ import annotations
 
@@ -40,35 +40,33 @@ from latentcache.store.base import Closing
 from latentcache.types import Kind, Refusal
 
 IDLE_S = 300.0
-"""After so many seconds without a miss the models leave the device."""
+"""Seconds without a miss after which the models leave the device."""
 MAX_WAITING = 1024
-"""Entries that wait to be encoded."""
+"""Most entries in the queue."""
 MAX_WAITING_BYTES = 256 << 20
-"""Of images that wait to be encoded."""
+"""Most bytes of images in the queue."""
 ROUND_SIZES: Mapping[Kind, int] = {"text": 64, "image": 16}
-"""Entries that are encoded, stored as one pack, and returned together."""
+"""Entries that are encoded, stored as one pack and returned together."""
 CLOSED_S, BUSY_S = 5, 2
-"""A client may try again after so many seconds: of a service that is shutting down, as another may take its place, and
-of one whose queue is full."""
+"""Seconds after which a client may retry: if the service is shutting down, and if its queue is full."""
 _WAIT_S, _RETRY_S = 2.0, 60.0
-"""Prompts wait so long for others before they join their manifest, which is replaced as a whole; and so long after a
-failure."""
+"""Seconds until new prompts are added to their manifest, so that many are added at once, and until a retry."""
 
 logger = logging.getLogger("latentcache")
 
 
 _COUNTED: Mapping[str, str] = {
-    "hits": "Entries requested of the encoder that were there.",
-    "misses": "Entries requested of the encoder that were not there: encoded, or awaited by another request already.",
+    "hits": "Entries requested from the encoder that were cached.",
+    "misses": "Entries requested from the encoder that were not cached, whether or not they were queued already.",
     "entries": "Entries encoded.",
     "failures": "Entries that could not be encoded.",
-    "turned_away": "Requests that found no room in the queue.",
+    "turned_away": "Requests rejected because the queue was full.",
 }
-"""What an encoder counts since its start, for Prometheus."""
+"""The Prometheus counters of an encoder."""
 
 
 class UploadedImages(SampleSource):
-    """Images that were sent: each sample's locator is its bytes. There is no list of them."""
+    """Uploaded images: each sample's locator is its bytes. They cannot be listed."""
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
@@ -82,7 +80,7 @@ class UploadedImages(SampleSource):
 
 @dataclass(slots=True, eq=False)
 class _Miss:
-    """An entry that is being made. The first of `tasks` is encoded; the others requested the same entry."""
+    """An entry that is queued or being encoded. `tasks` all request it; the first one is encoded."""
 
     tasks: list[Task]
     future: Future[None]
@@ -97,22 +95,21 @@ class _Miss:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the image's file; 0 for a prompt."""
+        """Size of the image's file; 0 for a prompt."""
         task = self.tasks[0]
         return 0 if task.kind == "text" else len(task.sample.locator)
 
 
 class MissEncoder(Closing):
-    """Entries of prompts and images for a cache: those that are there at once, the others when they are encoded.
+    """Finds the entries of prompts and images in a cache, and encodes those that are missing. Thread-safe; `close` it.
 
-    Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` and `max_bytes` count, which is
-    kept where nothing came for `idle_s`; the sources of its datasets do not count. An entry is stored before it is
-    returned; prompts join the manifest of prompts some seconds later. A process that is killed loses those of the last
-    seconds: their entries are there all the same, and a later request finds them, but `prune` does not know them.
-    Images are in no manifest. `models` are by default those of the config; they leave the device where nothing came for
-    `idle_s`. What it counts is in `registry`. All methods may be called from any thread. `close` it.
+    Keys and bytes are those of a precache run with `config`. The sources of its datasets are not read; of its `cache`
+    only `salt` and `max_bytes` are used. An entry is stored before it is returned. Prompts are added to the manifest of
+    prompts some seconds later. If the process is killed before that, later requests find their entries, but `prune`
+    may remove them. Images are in no manifest. `models` are by default those of the config. After `idle_s` seconds
+    without a miss they leave the device, and the cache is pruned to `max_bytes`. `registry` gets the counters.
 
-    Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
+    Raises ConfigError, DeviceError, ModelError; ReadOnlyError for a store that cannot be written.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class MissEncoder(Closing):
         if not idle_s > 0:
             raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
         self._workspace, self._idle_s, self._max_bytes = workspace, idle_s, config.cache.max_bytes
-        logger.info("identifying the models of %s; this reads them where nothing is known of them", config.model.path)
+        logger.info("identifying the models of %s; unknown files are read once", config.model.path)
         models = models or load_models(config.model, workspace.memo)
         self._models = ServingModels(config, models, workspace.memo)
         encodings, salt = self._models.encodings, config.cache.salt
@@ -145,15 +142,16 @@ class MissEncoder(Closing):
             name: Counter(f"latentcache_encoder_{name}", what, registry=registry) for name, what in _COUNTED.items()
         }
         self._new_rows: dict[str, Row] = {}
-        """Of prompts that are stored and not in their manifest. They join it at this time, by the monotonic clock:"""
+        """Prompts that are stored, but not in their manifest yet."""
         self._due_at = math.inf
+        """When they are added to it, by the monotonic clock."""
         self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
         self._thread.start()
 
-    # What is requested
+    # Requests
 
     def prompt(self, text: str, *, negative: bool = False) -> Task:
-        """The entry of a prompt, as it is, or of a negative prompt. EncodeError for what is not Unicode text."""
+        """The task for a prompt, encoded as it is. EncodeError for text that is not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -162,16 +160,16 @@ class MissEncoder(Closing):
         return prompt_task(text, self._prompt_keys, negative=negative)
 
     def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[Ref, Task]]:
-        """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.
+        """The tasks for an image, prepared as those of a dataset: it and, if the dataset flips, its mirrored twin.
 
-        `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
-        its suffix must fit the bytes. ConfigError for an unknown dataset; ImageRefused by the header of the image.
+        `dataset` may be None if the config has only one. `name` is the image's file name, for messages and the record;
+        its suffix must match the format. ConfigError for an unknown dataset; ImageRefused if the image's header is bad.
         """
         if dataset is None and len(self._datasets) == 1:
             [dataset] = self._datasets
         if dataset is None or dataset not in self._datasets:
             known = ", ".join(self._datasets)
-            raise ConfigError(f"dataset is {dataset!r}; name the one whose images this one is prepared as: {known}")
+            raise ConfigError(f"dataset is {dataset!r}; name the dataset whose settings prepare the image: {known}")
         chosen, preparations = self._datasets[dataset]
         source = digest(data)
         name = name or f"uploaded image {short(source)}"
@@ -184,11 +182,11 @@ class MissEncoder(Closing):
         return found
 
     def submit(self, tasks: Iterable[Task]) -> dict[str, Future[None]]:
-        """Key -> future of each entry that is not there: it is done when the entry can be read from the store.
+        """Queue the entries that are not cached. Returns by key a future that is done when the entry is stored.
 
-        It raises ImageRefused, or EncodeError for a prompt, with the reason that precache gives for an entry that
-        cannot be made; ModelError, DeviceError or StoreError where none can be made now. It cannot be cancelled.
-        Raises EncoderBusyError where the queue has no room for all of them, and after `close`.
+        The future raises ImageRefused, or for a prompt EncodeError, with the reason that precache gives if the entry
+        cannot be encoded; ModelError, DeviceError or StoreError if nothing can be encoded now. It cannot be cancelled.
+        Raises EncoderBusyError if the queue has no room for all of them, and after `close`.
         """
         by_key: dict[str, list[Task]] = {}
         for task in tasks:
@@ -203,7 +201,7 @@ class MissEncoder(Closing):
             for key in missing.keys() - new.keys():
                 self._under_way[key].tasks += missing[key]
             for miss in new.values():
-                miss.future.set_running_or_notify_cancel()  # a caller that goes away must not cancel it for others
+                miss.future.set_running_or_notify_cancel()  # one caller must not cancel it for the others
             self._under_way |= new
             self._waiting += new.values()
             self._changed.notify_all()
@@ -216,23 +214,23 @@ class MissEncoder(Closing):
         if new and (num > MAX_WAITING or (num_bytes > MAX_WAITING_BYTES and self._waiting)):
             self._counts["turned_away"].inc()
             raise EncoderBusyError(
-                f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
-                f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
+                f"{len(self._waiting)} entries are queued for encoding, and there is no room for {len(new)} more "
+                f"(at most {MAX_WAITING} entries, and {MAX_WAITING_BYTES:,} bytes of images)",
                 retry_after_s=BUSY_S,
             )
 
     @property
     def num_waiting(self) -> int:
-        """Entries that wait to be encoded, or are being encoded, now."""
+        """Entries that are queued or being encoded."""
         return len(self._under_way)
 
     @property
     def loaded(self) -> Kind | None:
-        """The kind of entries whose encoders are on the device now."""
+        """The kind whose encoders are on the device; None if neither is."""
         return self._models.loaded
 
     def close(self) -> None:
-        """Finish the entries that are being encoded, refuse those that wait, and free the models."""
+        """Finish the entries that are being encoded, refuse the queued ones, and free the models."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -241,7 +239,7 @@ class MissEncoder(Closing):
     # The thread that encodes
 
     def _run(self) -> None:
-        """Encode what comes, until the encoder is closed. After `idle_s` without a miss the models leave the device."""
+        """Encode queued entries until the encoder is closed. Unload the models after `idle_s` without a miss."""
         idle_at = math.inf
         while not self._is_closed:
             misses = self._take(min(idle_at, self._due_at))
@@ -258,7 +256,7 @@ class MissEncoder(Closing):
                 if is_idle and self._max_bytes is not None:
                     self._workspace.prune(self._max_bytes)
             except Exception as error:
-                logger.exception("the thread that encodes goes on with the next request")
+                logger.exception("the encoding thread continues with the next request")
                 self._due_at = time.monotonic() + _RETRY_S
                 self._refuse([miss for miss in misses if miss.key in self._under_way], error)
         try:
@@ -274,7 +272,7 @@ class MissEncoder(Closing):
         self._finish(misses, {miss.key: error for miss in misses})
 
     def _take(self, until: float) -> list[_Miss]:
-        """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""
+        """Wait for the next misses, of one kind, in FIFO order. Empty at the time `until`, and after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed and (left := until - time.monotonic()) > 0:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
@@ -286,11 +284,11 @@ class MissEncoder(Closing):
             return taken
 
     def _encode(self, misses: Sequence[_Miss]) -> dict[str, Exception]:
-        """Encode and store. Returns why entries could not be made, by key."""
+        """Encode and store. Returns the errors of entries that failed, by key."""
         tasks = {miss.key: miss.tasks[0] for miss in misses}
         errors = self._encode_together(tasks)
         if len(tasks) > 1 and any(not isinstance(error, LatentCacheError) for error in errors.values()):
-            # One that breaks the encoder must not cost the others theirs.
+            # An entry that breaks the encoder must not fail the others.
             for key in list(errors):
                 del errors[key]
                 errors |= self._encode_together({key: tasks[key]})
@@ -304,7 +302,7 @@ class MissEncoder(Closing):
             errors[key] = _refusal(tasks[key], failure)
 
         try:
-            missing = tasks.keys() - store.find(tasks)  # one may have been added since it was requested
+            missing = tasks.keys() - store.find(tasks)  # some may have been added since
             if missing:
                 with store.writer() as writer:
                     self._models.encode([tasks[key] for key in tasks if key in missing], writer.add, fail)
@@ -312,12 +310,12 @@ class MissEncoder(Closing):
             logger.warning("encoding %d requested entries failed: %s", len(tasks), error)
             problem = error
         try:
-            # After an error too: what was stored before is there.
+            # After an error too, since some entries may have been stored before it.
             missing = tasks.keys() - store.find(tasks)
         except StoreError as error:
             missing, problem = set(tasks), error
         for key in missing - errors.keys():
-            errors[key] = problem or StoreError(f"entry {key} was encoded, but is gone; request it again")
+            errors[key] = problem or StoreError(f"entry {key} was removed right after it was encoded; request it again")
         return errors
 
     def _finish(self, misses: Sequence[_Miss], errors: Mapping[str, Exception]) -> None:
@@ -337,7 +335,7 @@ class MissEncoder(Closing):
             miss.future.set_result(None)
 
     def _write_prompts(self) -> None:
-        """Add what is stored to the manifest of prompts. Where that fails it is logged, and tried again later."""
+        """Add new prompts to their manifest. A failure is logged, and retried later."""
         self._due_at = math.inf
         if not self._new_rows:
             return
@@ -346,7 +344,7 @@ class MissEncoder(Closing):
             add_prompts(self._workspace, Manifest(name, "prompts", 1, self._common, rows), always=False)
         except LatentCacheError as error:
             self._due_at = time.monotonic() + _RETRY_S
-            message = "%d prompts that were encoded are not in the manifest of prompts yet: %s"
+            message = "%d encoded prompts could not be added to the manifest of prompts, which is retried: %s"
             logger.error(message, len(self._new_rows), error)
             return
         self._new_rows = {}

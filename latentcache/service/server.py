@@ -1,4 +1,4 @@
-"""The process of `latentcache serve`: its address, and who may do what there."""
+"""The process of `latentcache serve`: its address, and who may access it there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from latentcache.utils.signals import STOPPING, handlers_kept
 
 _GRACE_S = 30
 _IDLE_S = 75
-"""A connection may be open so long without a request."""
+"""Keep-alive: how long a connection stays open without a request."""
 _BACKLOG = 2048
 _MAX_PORT = 65535
 
@@ -31,7 +31,7 @@ _MAX_PORT = 65535
 class Address:
     """Where a server listens. `port` 0 takes a free one. `certfile` and `keyfile` are for TLS.
 
-    ConfigError for a port that there is not.
+    ConfigError for a port out of range.
     """
 
     host: str = "127.0.0.1"
@@ -41,24 +41,24 @@ class Address:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
-            raise ConfigError(f"{self.port} is no port; give 1 to {_MAX_PORT}, or 0 for a free one", source="--port")
+            raise ConfigError(f"{self.port} is not a port; give 1 to {_MAX_PORT}, or 0 for a free one", source="--port")
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches it. ConfigError for a host that has no address."""
+        """Whether only this machine can reach it. ConfigError for a host without an address."""
         return all(ipaddress.ip_address(address).is_loopback for address in self._addresses())
 
     def _addresses(self) -> list[str]:
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (OSError, UnicodeError) as error:
-            step = "give one of this machine's, e.g. 127.0.0.1"
-            message = f"{self.host!r:.200} is no address to listen on: {error}; {step}"
+            step = "give an address of this machine, e.g. 127.0.0.1"
+            message = f"{self.host!r:.200} is not an address to listen on: {error}; {step}"
             raise ConfigError(message, source="--host") from error
         return [str(each[4][0]).partition("%")[0] for each in found]
 
     def listen(self) -> socket.socket:
-        """A socket that listens. ConfigError if that cannot be done."""
+        """A listening socket. ConfigError if the address is in use, or not this machine's."""
         address = self._addresses()[0]
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -78,16 +78,16 @@ class Address:
             raise ConfigError(message, source="--ssl-certfile") from error
 
     def url(self, port: int) -> str:
-        """The address for clients, with the port that was taken."""
+        """The URL for clients, with the port that the socket has."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.certfile else 'http'}://{host}:{port}"
 
 
 def access_for(address: Address, reading_token: str | None, writing_token: str | None) -> Access:
-    """Who may do what on a server at this address. ConfigError if others could reach it and no token protects it."""
+    """The access rules of a server at this address. ConfigError if other machines can reach it without a token."""
     if address.is_loopback:
         is_open = reading_token is None
-        # A token protects against other sites' pages too, and then a proxy may use any name.
+        # A token also protects against pages of other sites, so with one a proxy may use any name.
         names = {"localhost", "127.0.0.1", "::1", address.host.lower()}
         hosts = frozenset(names) if is_open else None
         return Access(reading_token=reading_token, writing_token=writing_token, is_open=is_open, hosts=hosts)
@@ -101,17 +101,17 @@ def access_for(address: Address, reading_token: str | None, writing_token: str |
 
 
 def serve(settings: ServiceSettings, address: Address, announce: Callable[[str], None]) -> int:
-    """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number. As `make_server`.
+    """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number; raises what `make_server` raises.
 
-    `announce` is called with the URL once it listens: whoever connects from then on is answered.
+    `announce` is called with the URL as soon as clients can connect.
     """
     server, listener = make_server(settings, address)
-    # uvicorn finishes the requests under way first; then it raises the signals again, which would end the process.
+    # uvicorn finishes the current requests, then raises the signals again, which would end the process.
     caught: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         caught.append(number)
-        server.should_exit = True  # also of a signal that comes before uvicorn has its own handlers
+        server.should_exit = True  # for a signal that comes before uvicorn has set its handlers
 
     with handlers_kept(*STOPPING), listener:
         for number in STOPPING:
@@ -122,9 +122,9 @@ def serve(settings: ServiceSettings, address: Address, announce: Callable[[str],
 
 
 def make_server(settings: ServiceSettings, address: Address) -> tuple[uvicorn.Server, socket.socket]:
-    """A server of a cache, and the socket on which it listens.
+    """A server of a cache, and its listening socket.
 
-    ConfigError if the address or the certificate cannot be used; errors of `create_app`.
+    ConfigError if the address or the certificate cannot be used; raises what `create_app` raises.
     """
     listener = address.listen()  # before the models are identified, which takes minutes
     try:
@@ -140,7 +140,7 @@ def make_server(settings: ServiceSettings, address: Address) -> tuple[uvicorn.Se
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,
-        # X-Forwarded-Proto, of a proxy on this machine or in FORWARDED_ALLOW_IPS: the page's cookie is Secure then.
+        # Makes the page's cookie Secure behind a TLS proxy, which is on this machine or in FORWARDED_ALLOW_IPS.
         proxy_headers=True,
         server_header=False,
         backlog=_BACKLOG,

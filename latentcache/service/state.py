@@ -1,4 +1,4 @@
-"""What the routes of one server share: its settings and limits, the cache, threads for what blocks, and counters."""
+"""What the routes of a server share: settings, limits, the cache, thread pools and metrics."""
 
 from __future__ import annotations
 
@@ -27,59 +27,59 @@ _Arguments = TypeVarTuple("_Arguments")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may take, and all of them together."""
+    """Limits of one request, and of all of them together."""
 
     max_body_bytes: int = 4 << 20
-    """Max size of a JSON body, or of a form."""
+    """Largest JSON body or form."""
     max_images_bytes: int = 128 << 20
-    """Max size of an image to encode."""
+    """Largest image to encode."""
     max_upload_bytes: int = 2 << 30
-    """Max size of a pack or a manifest."""
+    """Largest pack or manifest."""
     max_requests: int = 64
-    """Requests under way at once. Others wait their turn."""
+    """Requests handled at once; the others are queued."""
     max_uploads: int = 4
-    """Threads that take uploads."""
+    """Threads that receive uploads."""
     queue_s: float = 5.0
-    """Time for which a request waits its turn: less than that after which a client asks again."""
+    """How long a request is queued before it gets a 503: less than the timeout of a client."""
     stall_s: float = 30.0
-    """Time in which at least one byte of a body has to come: a client may be gone without a word."""
+    """How long no byte of a body may arrive before the request is ended: the client may be gone."""
     num_threads: int = 8
     """Threads that read the store."""
     num_view_threads: int = 2
-    """Threads that make pages and pictures, and count for `status`. A photo of 100 megapixels takes 300 MB in each."""
+    """Threads that make pages, pictures and `status`. Each may take 300 MB, for a photo of 100 megapixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """What a server is started with."""
+    """The settings of a server."""
 
     cache: Path
     """The cache's directory."""
     access: Access = field(default_factory=Access)
     limits: Limits = field(default_factory=Limits)
     writes: bool = False
-    """Whether the cache is opened for writing: it is needed for uploads, and for encoding."""
+    """Whether to open the cache for writing, which uploads and encoding need."""
     encode: Config | None = None
-    """With whose models prompts and images are encoded that are not cached. None: they are not."""
+    """The config whose models encode prompts and images that are not cached; None encodes nothing."""
     idle_s: float = 300.0
-    """After so many seconds without such a miss the models leave the device."""
+    """Seconds without such a miss after which the models leave the device."""
     config: Config | None = None
-    """Gives the page the reasons of hits and misses, and a VAE for its pictures where that is quick."""
+    """The config by which the page explains hits and misses, and whose VAE decodes its pictures if that is quick."""
     show_photos: bool = False
-    """Whether the page shows the photos, by their paths in the manifests: a client that may write chooses these."""
+    """Whether the page shows the photos at the paths in the manifests. Clients that may write choose these paths."""
 
 
 class ServiceState:
-    """The cache of a server, and how its routes use it. StoreError and others if the cache cannot be opened."""
+    """The cache of a server, and how its routes use it. StoreError, ReadOnlyError if the cache cannot be opened."""
 
     def __init__(self, settings: ServiceSettings):
         self.settings, self.access, self.limits = settings, settings.access, settings.limits
         self.store = DiskStore(settings.cache, read_only=not settings.writes, create=settings.writes)
         self.manifests = ManifestFolder(self.store.path / "manifests")
         if settings.encode is not None and settings.encode.cache.max_bytes is not None:
-            # Before there are clients. Later it can only be done as long as no manifest changes.
+            # Before there are clients: with readers, nothing can be pruned after a manifest has changed.
             Workspace(self.store, self.manifests).prune(settings.encode.cache.max_bytes)
-        # Its clients are readers: `prune` may not remove what they may need.
+        # The clients count as readers, so that `prune` keeps what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.telemetry = Telemetry()
         limits = self.limits
@@ -88,7 +88,7 @@ class ServiceState:
         )
 
     async def read(self, function: Callable[[Unpack[_Arguments]], _Result], *arguments: Unpack[_Arguments]) -> _Result:
-        """Run what reads the store, in a thread."""
+        """Run a function that reads the store in a thread."""
         try:
             return await run_sync(function, *arguments, limiter=self._readers)
         except EntryMissingError:
@@ -101,18 +101,18 @@ class ServiceState:
     async def change(
         self, function: Callable[[Unpack[_Arguments]], _Result], *arguments: Unpack[_Arguments]
     ) -> _Result:
-        """Run what changes the cache, in a thread. It ends in any case."""
+        """Run a function that changes the cache in a thread, to its end even if the client disconnects."""
         return await run_sync(function, *arguments, limiter=self._writers)
 
     async def view(self, function: Callable[[Unpack[_Arguments]], _Result], *arguments: Unpack[_Arguments]) -> _Result:
-        """Run what reads whole manifests, or is for a person: few threads, so that trainers need not wait for it."""
+        """Run a slow function, or one for the page, in one of a few threads: trainers do not wait for it."""
         return await run_sync(function, *arguments, limiter=self._viewers)
 
     async def may_write(self, request: Request) -> None:
-        """A dependency of routes that change the cache. RequestRefused without the writing token, or if none can."""
+        """Dependency of routes that change the cache. RequestRefused without the writing token, or if read-only."""
         self.access.check(request.scope["latentcache.role"], Role.WRITE)
         if self.store.read_only:
-            raise RequestRefused("this server opened the cache for reading only", status=403)
+            raise RequestRefused("this server opened the cache read-only", status=403)
 
     def close(self) -> None:
         """Close the cache."""
@@ -122,7 +122,7 @@ class ServiceState:
 
 
 class Telemetry:
-    """The counters of one server, for Prometheus, in `registry`."""
+    """The Prometheus metrics of one server, in `registry`."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -131,10 +131,10 @@ class Telemetry:
             return Counter(f"latentcache_{name}", what, labels, registry=registry)
 
         self.requests = counter("requests", "Requests, by route, method and status.", ("route", "method", "status"))
-        self.hits = counter("hits", "Requested entries that were there.")
-        self.misses = counter("misses", "Requested entries that were not there.")
+        self.hits = counter("hits", "Requested entries that were cached.")
+        self.misses = counter("misses", "Requested entries that were not cached.")
         self.damaged = counter("damaged", "Requested entries that were damaged.")
-        self.added = counter("added", "Entries that were added.")
-        what = "Time until a request was answered whole."
+        self.added = counter("added", "Entries added by uploads.")
+        what = "Time until the response was complete."
         self.seconds = Histogram("latentcache_request_seconds", what, ["route"], registry=registry)
-        self.in_progress = Gauge("latentcache_requests_in_progress", "Requests under way.", registry=registry)
+        self.in_progress = Gauge("latentcache_requests_in_progress", "Requests in progress.", registry=registry)

@@ -48,7 +48,7 @@ def test_it_refuses_what_it_cannot_serve(run, tmp_path, cache):
     token = tmp_path / "token"
     token.write_text("short\n")
     err = refused(cache, "--token-file", token)
-    assert "holds no token" in err and "short" not in err
+    assert "does not hold a token" in err and "short" not in err
     token.write_text("a" * 32)
     assert "are equal" in refused(cache, "--token-file", token, "--write-token-file", token)
 
