@@ -1,4 +1,4 @@
-"""What a reader of another trainer's cache gives, and what the readers share: files are read within limits, not run."""
+"""The items that readers of other trainers' caches yield, and safe file reading: bounded in size, no code executed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from latentcache.config import ImagesConfig, SourceConfig
+from latentcache.config import ImagesConfig
+from latentcache.dataset.folder import CaptionFileSource
 from latentcache.dataset.images import probe
-from latentcache.dataset.samples import Sample, read_range, walk
-from latentcache.dataset.sources import open_source
+from latentcache.dataset.samples import Sample, is_image, read_range, walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.parts import TrainerFiles
 from latentcache.types import Geometry, Refusal, Size
 
 MAX_FILE_BYTES = 256 << 20
-"""A latent of 16,384 x 16,384 pixels has 67 MB in float32."""
+"""Largest file that is read, also unpacked. A float32 latent of 16,384 x 16,384 pixels has 67 MB."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def corrupt(path: str | Path, detail: str) -> ForeignFileRefused:
-    """The refusal of a file that is damaged, or is not what its format says."""
+    """The refusal of a file that is damaged or violates its format."""
     return ForeignFileRefused(path, "corrupt", detail)
 
 
 def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """All bytes of a regular file: some, and at most `max_bytes`. Raises ForeignFileRefused."""
+    """All bytes of a regular file. Raises ForeignFileRefused if it is empty or larger than `max_bytes`."""
     try:
         data = read_range(str(path), 0, max_bytes + 1)
     except FileNotFoundError:
@@ -45,14 +45,14 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ForeignFileRefused(path, "unreadable", str(error)) from error
     if len(data) > max_bytes:
-        raise corrupt(path, f"it has more than {max_bytes:,} bytes, which no such file has")
+        raise corrupt(path, f"it has more than {max_bytes:,} bytes, the largest size that is read")
     if not data:
-        raise ForeignFileRefused(path, "empty", "the file has no bytes")
+        raise ForeignFileRefused(path, "empty", "the file is empty")
     return data
 
 
 def read_npz(path: Path) -> dict[str, torch.Tensor]:
-    """The arrays of an npz file as tensors, by name. Raises ForeignFileRefused, also for text and structures."""
+    """The arrays of an npz file as tensors, by name. Raises ForeignFileRefused, also for text and structured arrays."""
     data = read_file(path)
     _check_zip(data, path)
     with (
@@ -63,9 +63,9 @@ def read_npz(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_torch(path: str | Path) -> Any:
-    """What `torch.save` wrote, plainly or as a gzip: tensors on the CPU, and plain data.
+    """The content of a `torch.save` file, which may be gzipped: tensors on the CPU and plain data.
 
-    Only torch's restricted reader is used. Raises ForeignFileRefused.
+    It is loaded with `weights_only=True`, so nothing in it is executed. Raises ForeignFileRefused.
     """
     data = read_file(path)
     if data.startswith(b"\x1f\x8b"):
@@ -80,22 +80,22 @@ def read_torch(path: str | Path) -> Any:
 
 @contextmanager
 def _refusing(path: str | Path, what: str) -> Iterator[None]:
-    """Refuse a file that a library cannot read: numpy, torch and zipfile raise many kinds of errors."""
+    """Turn any error of numpy, torch, gzip or zipfile into the refusal of the file: they raise many types."""
     try:
         yield
     except ForeignFileRefused:
         raise
     except Exception as error:
-        # torch wraps the reason in advice to read the file without restrictions.
+        # torch wraps the reason in advice to load the file without restrictions.
         inner = error.__context__ if isinstance(error.__context__, type(error)) else error
         detail = f"{what}: {type(error).__name__}: {inner}".partition(". Please use")[0]
         raise corrupt(path, detail.partition("\n")[0]) from error
 
 
 def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch.Tensor:
-    """`value` as a tensor of float32, float16 or bfloat16 with `ndim` dimensions and memory of its own.
+    """A contiguous copy of `value`, a tensor of float32, float16 or bfloat16 with `ndim` dimensions.
 
-    Raises ForeignFileRefused, also for None: there is none.
+    Raises ForeignFileRefused for anything else, and for None: the file lacks it.
     """
     if value is None:
         raise corrupt(path, f"it has no {name}")
@@ -106,73 +106,73 @@ def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch
         allowed = f"float32, float16 or bfloat16 with {ndim} dimensions"
         raise corrupt(path, f"{name} is {value.dtype} {list(shape)}; it must be {allowed}")
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise corrupt(path, f"{name} of shape {list(shape)} has more values than the file")
+        raise corrupt(path, f"{name} of shape {list(shape)} has more values than the file stores")
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def flaw_of(tensor: torch.Tensor) -> str | None:
-    """What makes a tensor unusable: `nan`, `inf` or `all-zero`. As `models.vae.problems`, which imports diffusers."""
+    """Why a tensor is unusable: `nan`, `inf` or `all-zero`. `models.vae.problems` does the same but needs diffusers."""
     if not tensor.isfinite().all():
         return "nan" if tensor.isnan().any() else "inf"
     return None if tensor.any() else "all-zero"
 
 
 def _check_zip(data: bytes, path: str | Path) -> None:
-    """Compare each member with its checksum: numpy may not read to its end, and torch compares none."""
+    """Check each member's checksum: numpy may stop before a member's end, and torch does not check at all."""
     with _refusing(path, "it is not a whole zip file"), zipfile.ZipFile(io.BytesIO(data)) as archive:
         num_bytes = sum(member.file_size for member in archive.infolist())
         if num_bytes > MAX_FILE_BYTES:
             raise corrupt(path, f"it unpacks to {num_bytes:,} bytes; {MAX_FILE_BYTES:,} are allowed")
         if (damaged := archive.testzip()) is not None:
-            raise corrupt(path, f"{damaged} does not have its checksum")
+            raise corrupt(path, f"the checksum of {damaged} is wrong")
 
 
 _MAX_SIDE = 1 << 20
-"""A side of an image in pixels is at most this: a larger number is damage."""
+"""Largest plausible side of an image, in pixels: a larger number means that the file is damaged."""
 
 _SIZE_POLICY = ImagesConfig(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
-"""It refuses no image for its shape: only the size is read, and the other trainer accepted the image already."""
+"""Accepts every shape: only the size is read, and the other trainer has accepted the image already."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignImage:
-    """One latent of another trainer's cache. A flipped latent is a value of its own, with `geometry.flip`."""
+    """One latent of another trainer's cache. A flipped latent is an item of its own, with `geometry.flip`."""
 
     sample_id: str
-    """The image's path relative to the images' folder, with `/`: as `dataset.folder.CaptionFileSource` names it."""
+    """Path of the image relative to the images' folder, with `/`, as in `dataset.folder.CaptionFileSource`."""
     path: str
     """The file that it was read from, for messages."""
     image_path: Path | None
-    """The image that it was made from; None where it is not known or not there."""
+    """The image that it was made from; None if that is unknown or missing."""
     latents: torch.Tensor
-    """[C, h, w], with frames [C, 1, h, w], floating point, on the CPU, as the file holds them."""
+    """[C, h, w], or [C, 1, h, w] for video families, floating point, on the CPU, with the values of the file."""
     is_scaled: bool
-    """Whether they are scaled as the denoiser expects them: by the family's published scaling."""
+    """Whether they are scaled for the denoiser, by the family's published scaling."""
     output: Literal["mean", "sample"]
-    """Whether the file holds the posterior's mean, or one draw."""
+    """Whether the file holds the posterior's mean or one draw."""
     geometry: Geometry
     note: str | None = None
-    """What the format does not say and was derived."""
+    """Anything that was inferred because the format does not record it."""
     mask: torch.Tensor | None = None
-    """The weight of each latent's error, of 255, where the file has them: uint8 [1, h, w], mirrored as the image is."""
+    """Loss weight of each latent, 0 to 255, if the file has a mask: uint8 [1, h, w], mirrored like the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignText:
-    """One caption's embeddings in another trainer's cache; `path` and `note` as in a ForeignImage."""
+    """One caption's embeddings in another trainer's cache; `path` and `note` as in ForeignImage."""
 
     sample_ids: tuple[str, ...]
-    """The samples that it is the caption of; () where there is none."""
+    """The samples that have this caption; may be empty."""
     path: str
     caption: str | None
-    """None: the format does not carry it, and none was found."""
+    """None if the format does not store it and no caption file was found."""
     prompt_embeds: torch.Tensor
-    """[T, D], or [T, layers, D], floating point, on the CPU, as the family's denoiser gets them."""
+    """[T, D], or [T, layers, D], floating point, on the CPU, as the family's denoiser takes them."""
     pooled_prompt_embeds: torch.Tensor | None
-    """[P], floating point, on the CPU; None for a family without."""
+    """[P], floating point, on the CPU; None if the family has none."""
     note: str | None = None
     max_length: int | None = None
-    """What its recipe has as that, where the number of its rows says that it is not the family's own."""
+    """The recipe's `max_length`, if the number of rows shows that it differs from the family's default."""
 
 
 ForeignItem = ForeignImage | ForeignText | Refusal
@@ -184,24 +184,24 @@ class ForeignCache(Protocol):
     format: str
     """`kohya` or `simpletuner`."""
     family: str
-    """The name of the model family that it is of."""
+    """Name of its model family."""
 
     def items(self) -> Iterator[ForeignItem]:
-        """All items, one at a time, in the same order each time.
+        """Yield all items, in the same order each time.
 
-        What cannot be read or is odd is a Refusal, never an exception. The import itself refuses NaN, Inf, all zeros
-        and latents whose shape does not fit their geometry: a reader need not look for these.
+        A file that cannot be used is a Refusal, never an exception. Readers need not check for NaN, Inf, all zeros
+        or latents whose shape does not match their geometry: the import refuses these.
         """
         ...
 
 
 def refusal_of(sample_id: str, error: DatasetError) -> Refusal:
-    """The refusal of a file or an image, as a report lists it."""
+    """The Refusal for a report of a file or an image."""
     return Refusal(sample_id, error.path, getattr(error, "reason", "unreadable"), error.detail)
 
 
 def refusing(sample_id: str, items: Iterable[ForeignItem]) -> Iterator[ForeignItem]:
-    """Yield these items. A DatasetError while they are read becomes a refusal, which is the last."""
+    """Yield these items. A DatasetError ends them, and is yielded as a Refusal."""
     try:
         yield from items
     except DatasetError as error:
@@ -209,14 +209,14 @@ def refusing(sample_id: str, items: Iterable[ForeignItem]) -> Iterator[ForeignIt
 
 
 def pixel_pair(value: object, least: int) -> tuple[int, int] | None:
-    """A list or tuple of two numbers of pixels, each at least `least`; None for anything else."""
+    """`value` as a pair if it is a list or tuple of two pixel counts, each at least `least`; otherwise None."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         return None
     return (value[0], value[1]) if all(type(side) is int and least <= side <= _MAX_SIDE for side in value) else None
 
 
 def bucket_of(latents: torch.Tensor, family: str) -> Size:
-    """The bucket, in pixels, of unscaled latents [C, (F,) h, w]."""
+    """The bucket, in pixels, of latents [C, (F,) h, w]."""
     downscale = family_named(family).latent.downscale
     return Size(latents.shape[-2] * downscale, latents.shape[-1] * downscale)
 
@@ -225,23 +225,23 @@ def bucket_of(latents: torch.Tensor, family: str) -> Size:
 
 
 def keeps_padding(family: str) -> bool:
-    """Whether texts of the family are stored with their padding."""
+    """Whether the family's embeddings are stored with their padding."""
     return all(field.padding is None for field in family_named(family).fields.values())
 
 
 def layouts_of(format_name: str) -> dict[str, TrainerFiles]:
-    """How a format has each of the families that it has, by their names."""
-    # Their own: one that inherits from another family has other files.
+    """Each family that a format supports, by name, and the layout of its files."""
+    # `vars`: a family that inherits from another one does not share its files.
     declared = {name: vars(type(family_named(name))).get("trainer_files", {}) for name in FAMILIES}
     return {name: files[format_name] for name, files in declared.items() if format_name in files}
 
 
 def chosen_family(asked: str | None, roots: Iterable[str], names: re.Pattern[str], format_name: str) -> str:
-    """The family of a format's files: `asked`, else the only one that the names of files in and below `roots` say.
+    """The family of a format's files: `asked`, or else the only one that file names in and below `roots` mention.
 
-    The group `arch` of `names` is an architecture. Without any of a known family the first known one is taken.
-    ConfigError for a family that the format does not have, and where files of several lie side by side. DatasetError
-    for a root that cannot be read.
+    The group `arch` of `names` matches the architecture. If no name mentions a known family, the format's first one is
+    the default. Raises ConfigError if the format does not support `asked` or the names mention several families, and
+    DatasetError for a root that cannot be read.
     """
     known = {layout.architecture: name for name, layout in layouts_of(format_name).items()}
     if asked is not None:
@@ -252,19 +252,19 @@ def chosen_family(asked: str | None, roots: Iterable[str], names: re.Pattern[str
     named = [family for family in known.values() if family in families]
     if len(named) > 1:
         raise ConfigError(
-            f"the files of {format_name} are of {', '.join(named)}, and a manifest holds one family: give --family",
+            f"the folder holds {format_name} files of {', '.join(named)}; choose one with --family: a manifest holds "
+            "a single family",
             key="family",
         )
     return named[0] if named else next(iter(known.values()))
 
 
 def check_family(family: str, allowed: Collection[str], format_name: str) -> str:
-    """The family. ConfigError where the layout of the format's files of this family is not known."""
+    """`family`, or ConfigError if the format does not support it."""
     if family not in allowed:
-        raise ConfigError(
-            f"how {format_name} lays out files of the family {family} is not known; it is for {', '.join(allowed)}",
-            key="family",
-        )
+        supported = ", ".join(allowed)
+        detail = f"{format_name} files of the family {family} are not supported; supported families: {supported}"
+        raise ConfigError(detail, key="family")
     return family
 
 
@@ -272,34 +272,52 @@ def check_family(family: str, allowed: Collection[str], format_name: str) -> str
 
 
 class SourceImages:
-    """The images and captions that a foreign cache was made from, as far as the user still has them.
+    """The images and captions that a foreign cache was made from, as far as they still exist in `folder`.
 
-    They are the samples of a folder; without one there are none. Foreign caches name files. Their names are looked up
-    among the samples: a file outside the folder is never opened. Raises DatasetError if the folder cannot be read.
+    `folder` None has none. A name in a foreign file is only looked up among the samples, so no path outside the folder
+    is ever opened. Raises DatasetError if the folder cannot be read or has no images.
     """
 
     def __init__(self, folder: str | Path | None, *, caption_extension: str = ".txt") -> None:
         self.samples: dict[str, Sample] = {}
         """By sample_id, in the folder's order."""
-        self.by_stem: dict[str, list[str]] = {}
-        """Paths without their suffix -> sample_ids."""
         self.by_caption: dict[str, list[str]] = {"": []}
-        """Each caption -> the samples that have it. The first is the empty one, also without samples."""
+        """Each caption -> the samples that have it. The empty caption is always the first."""
         self.refusals: list[Refusal] = []
-        """What cannot be used in the folder."""
+        """Images and folders that cannot be used."""
+        self._by_stem: dict[str, list[str]] = {}
+        self._refused: dict[str, Refusal] = {}
+        """By the path without suffix."""
         if folder is None:
             return
-        self._source = open_source(SourceConfig(path=Path(folder), caption_extension=caption_extension))
+        if not os.path.isdir(folder):
+            raise DatasetError(folder, "is not a folder; give the folder of the images")
+        if not caption_extension.startswith(".") or is_image(f"a{caption_extension}"):
+            message = f"caption_extension is {caption_extension!r}; write it like '.txt'"
+            raise ConfigError(message, key="caption_extension")
+        self._source = CaptionFileSource(os.path.abspath(folder), caption_extension)
         for sample in self._source.samples():
+            stem = os.path.splitext(sample.sample_id)[0]
             if isinstance(sample, Refusal):
                 self.refusals.append(sample)
+                self._refused[stem] = sample
                 continue
             self.samples[sample.sample_id] = sample
-            self.by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
+            self._by_stem.setdefault(stem, []).append(sample.sample_id)
             for caption in sample.captions:
                 self.by_caption.setdefault(caption, []).append(sample.sample_id)
 
+    def of_stem(self, stem: str, path: Path) -> list[str]:
+        """The samples whose path without suffix is `stem`, for the file `path`; often none.
+
+        Raises ForeignFileRefused if there is such an image, but it cannot be used.
+        """
+        found = self._by_stem.get(stem, [])
+        if not found and (refused := self._refused.get(stem)) is not None:
+            raise ForeignFileRefused(path, refused.reason, f"its image cannot be used: {refused.detail}")
+        return found
+
     def size(self, sample_id: str) -> Size:
-        """The size of a sample's image after the EXIF turn. Raises ImageRefused if it cannot be read."""
+        """Size of a sample's image after the EXIF rotation. Raises ImageRefused if it cannot be read."""
         sample = self.samples[sample_id]
         return probe(self._source.read(sample), sample.path, _SIZE_POLICY)

@@ -227,7 +227,7 @@ def test_other_formats_take_their_own_options(
     code, _, err = run(*export, *flags)
     assert code == 2 and "is not empty. Shards are written to a new folder" in err
     code, _, err = run("export", "musubi", tmp_path / "x", *flags)
-    assert code == 2 and "how musubi lays out files of the family sdxl is not known" in err
+    assert code == 2 and "musubi files of the family sdxl are not supported" in err
     # SimpleTuner's names are hashes of the image's name and of the caption: `printf %s c | sha256sum`.
     latents = "2e7d2c03a9507ae265ecf5b5356885a53393a2029d241394997265a1a25aefc6.pt"
     (tmp_path / "vae").mkdir()

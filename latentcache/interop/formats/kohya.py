@@ -1,20 +1,22 @@
 """kohya sd-scripts' caches for SDXL, SD 1.5 and FLUX.1: `.npz` files next to the images.
 
-Its pairs are (width, height): they are swapped here, and nowhere else.
-Latents: `<image without suffix>_{W:04d}x{H:04d}_sdxl.npz`, W and H those of the image, or the older `<image without
-suffix>.npz`, which kohya prefers where it is there. One draw of the posterior, unscaled, float32 [4, h, w]. There are
-two dialects. A: `latents`, `original_size`, `crop_ltrb` and, on request, `latents_flipped` and `alpha_mask`. B, since
-2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
-SD 1.5's names end with `_sd.npz`. FLUX.1's, `_flux.npz`, are always in dialect B, and its latents are scaled.
-Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
-[1280], with `max_token_length` 150 or 225 of 152 or 227 rows; of FLUX.1 `<image without suffix>_flux_te.npz` with
-`t5_out` [L, 4096], `l_pooled` [768], `txt_ids` [L, 3] of zeros, `t5_attn_mask` [L] and `apply_t5_attn_mask`, in
-float32. With that flag T5 does not attend to padding, which is another recipe than diffusers', whose embeddings have
-the same shapes. A text does not name its caption: that is the first line of the image's caption file, unless it was
-edited since. Nor does it say whether its parts were weighted (`weighted_captions`): verification finds such texts.
+kohya's pairs are (width, height). Only this module converts them to (height, width).
 
-`crop_ltrb` is not the crop that kohya performs: it is where the whole image would lie inside the bucket. The image is
-resized to cover the bucket, and cropped in the middle; the geometry follows from that.
+Latents are in `<image without suffix>_{W:04d}x{H:04d}_sdxl.npz`, with the size of the image, or in the older `<image
+without suffix>.npz`, which kohya prefers if both exist: one draw of the posterior, unscaled, float32 [4, h, w]. There
+are two dialects. A has `latents`, `original_size`, `crop_ltrb` and, on request, `latents_flipped` and `alpha_mask`. B,
+since 2026, appends the resolution in latent units (`_{h}x{w}`) to these names, so one file can hold several. SD 1.5
+files end with `_sd.npz`. FLUX.1 files end with `_flux.npz`, are always in dialect B, and hold scaled latents.
+
+Embeddings are in `<image without suffix>_te_outputs.npz`: `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and
+`pool2` [1280], with 152 or 227 rows for `max_token_length` 150 or 225. FLUX.1's are in `_flux_te.npz`: `t5_out`
+[L, 4096], `l_pooled` [768], `txt_ids` [L, 3] of zeros, `t5_attn_mask` [L] and the flag `apply_t5_attn_mask`, in
+float32. If the flag is set, padding was masked in T5: the shapes are those of diffusers' embeddings, the values are
+not. No caption is stored. It is taken to be the first line of the image's caption file, which may have been edited
+since. Nor is it stored whether `weighted_captions` was on; only `--verify` detects that.
+
+`crop_ltrb` is not the crop that kohya performs, but the place of the whole image inside the bucket. kohya resizes an
+image to cover the bucket and crops the centre, so the geometry follows from the sizes alone.
 """
 
 from __future__ import annotations
@@ -58,21 +60,21 @@ from latentcache.loading.cache import LatentCache
 from latentcache.types import Bucket, Geometry, Refusal, Size
 
 Tensors = Mapping[str, torch.Tensor]
-NOTE_MASK_UNKNOWN = "t5_attn_mask is not known and was written as all ones: kohya reads it with apply_t5_attn_mask only"
+NOTE_MASK_UNKNOWN = "t5_attn_mask is unknown and was written as all ones: kohya uses it only with apply_t5_attn_mask"
 _FLAG, _MASK = "apply_t5_attn_mask", "t5_attn_mask"
 _OTHER_TEXT = "_sd3_te.npz"
 NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
-NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
+NOTE_TURNED = "kohya ignores the EXIF rotation: this latent is of the image as stored, on its side"
 NOTE_MASK = "alpha_mask was imported as the sample's mask"
-NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
-NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
+NOTE_LEGACY = "the file has the older name, which does not tell the model it was made for"
+NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is unknown, a centre crop is assumed"
 NOTE_NO_UPSCALE = "with bucket_no_upscale the image was cropped, not resized: a resize is assumed"
-NOTE_ENCODED_AGAIN = "another bucket than kohya makes: it encodes the image again; precache with `buckets.rule: kohya`"
+NOTE_ENCODED_AGAIN = "the bucket differs from kohya's, so kohya encodes the image again: use `buckets.rule: kohya`"
 REMEDY = (
-    "kohya would take the file as it is, and end at a batch of several sizes; precache with `buckets.rule: kohya`, or "
-    "give the numbers of the training with --buckets"
+    "kohya would load the file and then fail on a batch of mixed sizes. Precache with `buckets.rule: kohya`, or pass "
+    "the bucket settings of the training with --buckets"
 )
-NOTE_OTHERS = "the file holds other resolutions too, which were not imported"
+NOTE_OTHERS = "the file holds further resolutions, which were not imported"
 NOTE_FIRST_LINE = "kohya encodes the first line of a caption file, unless it has wildcards"
 
 _LATENT_NAME = re.compile(
@@ -82,11 +84,11 @@ _LATENTS = re.compile(r"latents(_\d{1,5}x\d{1,5})?")
 _LARGEST_STEP = 64  # of kohya's buckets, in pixels
 _PIXELS = SDXL.latent.downscale
 _ROWS = (SDXL.max_length, *LONG_BY_ROWS)
-"""Rows of a text of SDXL: with `max_token_length` 75, 150 and 225."""
+"""Rows of an SDXL caption's embeddings: with `max_token_length` 75, 150 and 225."""
 
 
 def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, float, float]:
-    """The `crop_ltrb` of kohya: left, top, right and bottom of the whole image inside the bucket, in its pixels."""
+    """The `crop_ltrb` of kohya: left, top, right and bottom of the whole image inside the bucket, in bucket pixels."""
     aspect = original_size.width / original_size.height
     if bucket.width / bucket.height > aspect:
         width, height = bucket.height * aspect, float(bucket.height)
@@ -97,11 +99,10 @@ def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, flo
 
 
 class KohyaCache:
-    """The `.npz` files below `root`. `images` is the images' folder if they are elsewhere, laid out in the same way.
+    """The `.npz` files below `root`. `images` is the folder of the images if they are not in `root`, with its layout.
 
-    Of a file with several resolutions the largest is read. Raises DatasetError for folders that cannot be read, and
-    ConfigError for a `family` that is not among those of kohya's files, and where it is not given and they are of
-    several.
+    The largest resolution of each file is read. Raises DatasetError for a folder that cannot be read, and ConfigError
+    for an unsupported `family`, or if none is given and the files are of several.
     """
 
     format = "kohya"
@@ -125,10 +126,10 @@ class KohyaCache:
         except DatasetError:
             if images is not None:
                 raise
-            self._images = SourceImages(None)  # `root` has no images: the samples of its files have none
+            self._images = SourceImages(None)  # `root` has no images
 
     def items(self) -> Iterator[ForeignItem]:
-        """Every `.npz` file, in the order of the folders and names."""
+        """The contents of every `.npz` file, by folder and name."""
         for found in walk(str(self._root)):
             if isinstance(found, Refusal):
                 yield found
@@ -139,31 +140,31 @@ class KohyaCache:
                 yield from refusing(base, self._file(base, self._root / base, present))
 
     def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
-        """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
+        """The items of one file. `name` is its path below the root; `present` are the npz files of its folder."""
         texts = (*filter(None, (each.text_suffix for each in self._layouts.values())), _OTHER_TEXT)
         suffix = next((each for each in texts if name.endswith(each)), None)
         if suffix is not None:
             if suffix != self._layout.text_suffix:
-                raise ForeignFileRefused(path, "unsupported-format", f"it holds no text of {self.family}")
+                raise ForeignFileRefused(path, "unsupported-format", f"its embeddings are not those of {self.family}")
             yield self._text(name.removesuffix(suffix), path)
             return
-        match = _LATENT_NAME.fullmatch(name)
-        if match is None or name.removesuffix(".npz") in self._images.by_stem:  # an image may have such a name itself
-            yield from self._latents(name.removesuffix(".npz"), path, None)
+        match, stem = _LATENT_NAME.fullmatch(name), name.removesuffix(".npz")
+        if match is None or self._images.of_stem(stem, path):  # an image may have such a name itself
+            yield from self._latents(stem, path, None)
             return
         if match["arch"] != self._layout.architecture:
-            detail = f"it is of the architecture {match['arch']}, not of {self.family}"
+            detail = f"its architecture is {match['arch']}, not {self.family}"
             raise ForeignFileRefused(path, "unsupported-format", detail)
         legacy = f"{PurePosixPath(match['base']).name}.npz"
         if legacy in present and not self._layout.has_resolutions:
-            detail = f"kohya uses {legacy} in the same folder in its place; so does the import"
+            detail = f"kohya prefers {legacy} in the same folder, and so does the import"
             raise ForeignFileRefused(path, "duplicate", detail)
         yield from self._latents(match["base"], path, Size(int(match["height"]), int(match["width"])))
 
     # Latents
 
     def _latents(self, base: str, path: Path, named: Size | None) -> Iterator[ForeignItem]:
-        """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
+        """The latent of a file and its flipped twin. `named` is the image's size according to the file's name."""
         arrays = read_npz(path)
         suffix, bucket, has_others = _largest(arrays, path)
         notes = [NOTE_OTHERS] if has_others else []
@@ -197,12 +198,12 @@ class KohyaCache:
                 )
 
     def _image_of(self, base: str, size: Size, path: Path, notes: list[str]) -> tuple[str, Path | None]:
-        """The sample_id of a latent of an image of this size, and the image's file; `base` and None without an image.
+        """The sample_id and the file of the image with this stem and size; `base` and None if there is no image.
 
-        kohya takes sizes as files have them, before the EXIF turn. Raises ForeignFileRefused for an image of another
-        size, and where several images fit, and ImageRefused.
+        `size` is before the EXIF rotation, which kohya ignores. Raises ForeignFileRefused if no image has that size or
+        several have, and ImageRefused.
         """
-        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.by_stem.get(base, ())}
+        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.of_stem(base, path)}
         if not upright:
             notes.append(NOTE_NO_IMAGE)
             return base, None
@@ -212,10 +213,10 @@ class KohyaCache:
             notes.append(NOTE_TURNED)
         if not fitting:
             met = ", ".join(f"{sample_id} is {size}" for sample_id, size in upright.items())
-            raise ForeignFileRefused(path, "changed", f"it is of an image of {size}, but {met}: it was replaced")
+            raise ForeignFileRefused(path, "changed", f"it was made from an image of {size}, but {met} now")
         if len(fitting) > 1:
             names = " and ".join(fitting)
-            raise ForeignFileRefused(path, "duplicate", f"{names} share this file, so it is of only one of them")
+            raise ForeignFileRefused(path, "duplicate", f"it may be of {names}: they have the same stem and size")
         return fitting[0], Path(self._images.samples[fitting[0]].path)
 
     # Text
@@ -223,7 +224,7 @@ class KohyaCache:
     def _text(self, base: str, path: Path) -> ForeignText:
         arrays = read_npz(path)
         embeds, pooled = (_read_flux if self._layout.has_resolutions else _read_sdxl)(arrays, path)
-        sample_ids = tuple(self._images.by_stem.get(base, ()))
+        sample_ids = tuple(self._images.of_stem(base, path))
         samples = [self._images.samples[sample_id] for sample_id in sample_ids]
         captions = next((sample.captions for sample in samples if sample.has_caption), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
@@ -232,26 +233,26 @@ class KohyaCache:
 
 
 def _largest(arrays: Tensors, path: Path) -> tuple[str, Bucket, bool]:
-    """The suffix of the names of the largest resolution, its bucket, and whether the file has others too."""
+    """The name suffix of the largest resolution, its bucket, and whether the file has further resolutions."""
     sides = {
         name.removeprefix("latents"): tuple(tensor_in(array, name, path, ndim=3).shape[1:])
         for name, array in arrays.items()
         if _LATENTS.fullmatch(name)
     }
     if not sides:
-        detail = "it holds no latents: it is no file of kohya's latent cache"
+        detail = "it holds no latents: it is not a file of kohya's latent cache"
         raise ForeignFileRefused(path, "unsupported-format", detail)
-    # Of one resolution kohya looks for the name with a suffix first.
+    # Of the names with and without a suffix for one resolution, kohya prefers the one with.
     suffix = max(sides, key=lambda each: (math.prod(sides[each]), each))
     height, width = sides[suffix]
     return suffix, Bucket(height * _PIXELS, width * _PIXELS), len(set(sides.values())) > 1
 
 
 def _notes_on(geometry: Geometry, crop: torch.Tensor) -> Iterator[str]:
-    """Where a file does not say what kohya's rule says that was done to the image."""
+    """Notes on a file whose image may not have been resized and cropped by kohya's usual rule."""
     size, bucket = geometry.original_size, geometry.target_size
     usual = torch.tensor(contain_rule(size, bucket)).double()
-    # Within a pixel: releases may round otherwise.
+    # To within a pixel: releases may round differently.
     if crop.shape != (4,) or not torch.allclose(crop.double(), usual, rtol=0, atol=1.0):
         yield NOTE_CROP
     spare = (size.height - bucket.height, size.width - bucket.width)
@@ -260,14 +261,14 @@ def _notes_on(geometry: Geometry, crop: torch.Tensor) -> Iterator[str]:
 
 
 def _latent_mask(pixels: torch.Tensor, bucket: Bucket, path: Path) -> torch.Tensor:
-    """The mask uint8 [1, h, w] of latents: the means of its pixels, which are from 0 to 1."""
+    """The mask [h*8, w*8] of pixels, 0 to 1, averaged over each latent: uint8 [1, h, w]."""
     if tuple(pixels.shape) != bucket or not bool(((pixels >= 0) & (pixels <= 1)).all()):
         raise corrupt(path, f"its mask is {list(pixels.shape)}; it must be {list(bucket)} of numbers from 0 to 1")
     return (torch.nn.functional.avg_pool2d(pixels.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
 
 
 def _array_of(arrays: Tensors, name: str, path: Path) -> torch.Tensor:
-    """An array of a file. Raises ForeignFileRefused."""
+    """`arrays[name]`. Raises ForeignFileRefused if the file lacks it."""
     if name not in arrays:
         raise corrupt(path, f"it has no {name}")
     return arrays[name]
@@ -279,7 +280,7 @@ def _read_sdxl(arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]
     pooled = tensor_in(arrays.get("pool2"), "pool2", path, ndim=1)
     if len(first) not in _ROWS or len(second) != len(first):
         detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: both need "
-        detail += f"{' or '.join(map(str, _ROWS))} rows (max_token_length 75, 150, 225)"
+        detail += f"{' or '.join(map(str, _ROWS))} rows (max_token_length 75, 150 or 225)"
         raise ForeignFileRefused(path, "unsupported-format", detail)
     if not first.dtype == second.dtype == pooled.dtype:
         raise corrupt(path, f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
@@ -287,17 +288,17 @@ def _read_sdxl(arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _read_flux(arrays: Tensors, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_read_sdxl`, of a text of FLUX.1."""
+    """Like `_read_sdxl`, for FLUX.1."""
     flag, mask = _array_of(arrays, _FLAG, path), _array_of(arrays, _MASK, path)
     if flag.shape != () or flag.dtype is not torch.bool:
         raise corrupt(path, f"{_FLAG} is {flag.dtype} {list(flag.shape)}; it must be one bool")
     if flag:
-        detail = f"it was made with {_FLAG}, and diffusers' FLUX.1 has no such mask: cache texts without it"
+        detail = f"it was made with {_FLAG}; diffusers' FLUX.1 does not mask padding: cache the texts without it"
         raise ForeignFileRefused(path, "unsupported-format", detail)
     embeds, pooled = (tensor_in(arrays.get(each), each, path, ndim=n) for each, n in (("t5_out", 2), ("l_pooled", 1)))
     if embeds.dtype != pooled.dtype or mask.shape != embeds.shape[:1]:
         shapes = f"t5_out {embeds.dtype} {list(embeds.shape)}, l_pooled {pooled.dtype}, {_MASK} {list(mask.shape)}"
-        raise corrupt(path, f"its arrays do not fit together: {shapes}")
+        raise corrupt(path, f"its arrays do not match: {shapes}")
     return embeds, pooled
 
 
@@ -313,17 +314,17 @@ def export(
     buckets: BucketsConfig | None = None,
     **options: Unpack[ExportOptions],
 ) -> ExportReport:
-    """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
+    """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or one with its layout.
 
-    Dialect A, which every release reads; or, `with_resolution` and for FLUX.1, B. kohya takes a file of A as it is: a
-    latent of another bucket than kohya makes of that image ends the training. Such ones are skipped, and listed.
-    `buckets` are those of the training that is to read the files; by default those of the cache, if it was made with
-    kohya's rule, else kohya's own defaults for that area. A mask is written as `alpha_mask`, each of its numbers for
-    the pixels of a latent. A sample has one caption in kohya: its first. Images that EXIF turns have another name in
-    kohya, which does not turn them. Raises what `Export` does, and ConfigError for buckets of another rule.
+    Files are in dialect A, which every release reads, or, `with_resolution` and for FLUX.1, in B. kohya loads a file
+    of A unchecked: a latent whose bucket differs from kohya's makes the training fail, so such samples are skipped
+    and listed. `buckets` are those of the training. The default is the cache's, if made with kohya's rule, otherwise
+    kohya's own defaults for the same area. A mask becomes `alpha_mask`, one value for all pixels of a latent. Only
+    the first caption is written. An image with an EXIF rotation is not found by kohya, which ignores the rotation.
+    Raises what `Export` raises, and ConfigError for buckets of another rule.
     """
     if buckets is not None and buckets.rule != "kohya":
-        raise ConfigError(f"the buckets are of rule {buckets.rule}, the files for kohya", key="buckets")
+        raise ConfigError(f"buckets.rule is {buckets.rule}; an export to kohya needs kohya's", key="buckets.rule")
     run = Export("kohya", cache, name, folder, options, families=layouts_of("kohya"), takes={"mask"})
     rule, layout = _rule_of(run, buckets), layouts_of("kohya")[run.family.name]
     with_resolution = with_resolution or layout.has_resolutions
@@ -343,14 +344,14 @@ def export(
             if run.write(latents, _npz_bytes(arrays), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
         if not layout.text_suffix:
-            run.report.note(f"kohya caches no texts of {run.family.name}: it encodes captions as it trains")
+            run.report.note(f"kohya does not cache texts for {run.family.name}: it encodes captions while training")
         elif sample.captions:
             _export_text(sample, base.with_name(base.name + layout.text_suffix), layout, run)
     return run.report
 
 
 def _rule_of(run: Export, chosen: BucketsConfig | None) -> BucketRule | None:
-    """The buckets of the training. None for what was imported from kohya, which has its buckets."""
+    """The bucket rule of the training; None for an import from kohya, which has kohya's buckets already."""
     if chosen is None:
         if run.manifest.imported_from == "kohya":
             return None
@@ -367,14 +368,14 @@ def _rule_of(run: Export, chosen: BucketsConfig | None) -> BucketRule | None:
 
 
 def _other_bucket(sample: ExportSample, rule: BucketRule | None) -> str | None:
-    """How the bucket differs from what kohya would make of this image, for messages; None if it does not."""
+    """How the sample's bucket differs from the one that kohya chooses, for messages; None if it does not."""
     if rule is None:
         return None
     geometry, usual = sample.geometry, rule.geometry(sample.geometry.original_size)
     if usual is not None and usual.target_size == geometry.target_size:
         return None
-    would = "none" if usual is None else f"{usual.target_size}, cut from {usual.resized_size}"
-    return f"its bucket is {geometry.target_size}, cut from {geometry.resized_size}; that of {rule} is {would}"
+    would = "none" if usual is None else f"{usual.target_size}, cropped from {usual.resized_size}"
+    return f"its bucket is {geometry.target_size}, cropped from {geometry.resized_size}; that of {rule} is {would}"
 
 
 def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Export) -> None:
@@ -391,7 +392,7 @@ def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Ex
         width = embeds.shape[1] - pooled.shape[0]
         if len(embeds) not in _ROWS or width < 1:
             met = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)}"
-            detail = f"{met} are not SDXL's for kohya, which have {' or '.join(map(str, _ROWS))} rows"
+            detail = f"{met} do not fit kohya's SDXL files, which have {' or '.join(map(str, _ROWS))} rows"
             run.skip(sample.row, "unsupported-format", detail)
             return
         first, second = embeds[:, :width].contiguous(), embeds[:, width:].contiguous()
@@ -410,7 +411,7 @@ def _latent_arrays(
 
     spare = Size(*(whole - side for whole, side in zip(geometry.resized_size, geometry.target_size, strict=True)))
     if geometry.crop_top_left != (spare.height // 2, spare.width // 2):
-        report.note("the crop is not kohya's: its time ids will not say what was done")
+        report.note("the crop is not in the centre as kohya's is, so kohya will compute wrong time ids")
     arrays = {
         "latents": written(sample.latents),
         "original_size": np.array([geometry.original_size.width, geometry.original_size.height], dtype=np.int64),
@@ -425,9 +426,9 @@ def _latent_arrays(
 
 
 def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """The bytes that `numpy.savez` writes for these arrays: a zip, uncompressed."""
+    """These arrays as an uncompressed npz file."""
     file = io.BytesIO()
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes the arrays for `allow_pickle`
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub confuses the arrays with `allow_pickle`
     return file.getvalue()
 
 

@@ -124,14 +124,14 @@ BAD_MASKS = (MASK[:, :-8], MASK[None], MASK * 2, MASK - 0.1, np.full_like(MASK, 
         (NAME, GOOD | {"original_size": np.array([-320, 160])}, "corrupt", "original_size is"),
         (NAME, GOOD | {"original_size": np.array([160, 320])}, "corrupt", "its name says an image of 160x320"),
         (latents_name("cat", 640, 160), dialect_a(1, 640, 160, (128, 64)), "changed", "cat.png is 160x320"),
-        ("cat_0320x0160_sd3.npz", GOOD, "unsupported-format", "architecture sd3"),
+        ("cat_0320x0160_sd3.npz", GOOD, "unsupported-format", "architecture is sd3"),
         *((NAME, GOOD | {"alpha_mask": mask}, "corrupt", "mask is") for mask in BAD_MASKS),
         (TEXT, text_of(0, length=154), "unsupported-format", r"need 77 or 152 or 227 rows \(max_token"),
         (TEXT, text_of(0) | {"hidden_state2": text_of(0, length=152)["hidden_state2"]}, "unsupported-format", "both"),
         (TEXT, text_of(0) | {"pool2": np.zeros(1280, np.float16)}, "corrupt", "its dtypes are"),
-        (FLUX, flux_text(0, apply_t5_attn_mask=np.array(True)), "unsupported-format", "diffusers' FLUX.1 has"),
+        (FLUX, flux_text(0, apply_t5_attn_mask=np.array(True)), "unsupported-format", "FLUX.1 does not mask padding"),
         (FLUX, flux_text(0, apply_t5_attn_mask=np.array(0)), "corrupt", "it must be one bool"),
-        (FLUX, flux_text(0, t5_attn_mask=np.ones(3, np.int64)), "corrupt", "do not fit together"),
+        (FLUX, flux_text(0, t5_attn_mask=np.ones(3, np.int64)), "corrupt", "do not match"),
     ],
 )
 def test_odd_files_are_refused_by_name(
@@ -231,12 +231,23 @@ def test_an_alpha_mask_is_the_mask_of_its_sample(tmp_path: Path) -> None:
     assert plain.source == manifest.rows["cat.png"].source and {plain.trust, flipped.trust} == {"unverified"}
 
 
+def test_files_of_an_image_that_cannot_be_used_are_refused_with_it(tmp_path: Path) -> None:
+    """They were imported as a sample `cat`, without its caption, beside the dataset's own `cat.png`."""
+    for stem in ("cat", "dog"):
+        write_sample(tmp_path, stem)
+    (tmp_path / "cat.txt").write_bytes(b"caf\xe9")  # Latin-1
+    (tmp_path / "dog.txt").write_text("a dog")
+    images, texts, refused = split(KohyaCache(tmp_path))
+    assert {each.sample_id for each in images} == {"dog.png"} and [each.sample_ids for each in texts] == [("dog.png",)]
+    assert [each.reason for each in refused] == ["bad-caption"] * 2 and "not UTF-8" in refused[0].detail
+
+
 def test_a_folder_with_files_of_several_families_needs_the_family(tmp_path: Path) -> None:
     write_flux(tmp_path, ["a"])
     for architecture in ("sdxl", "sd"):
         write_npz(tmp_path / f"a_0320x0160_{architecture}.npz", dialect_a(0, 320, 160, (128, 64)))
     write_npz(tmp_path / "a_te_outputs.npz", text_of(0))
-    with pytest.raises(ConfigError, match="of sdxl, sd15, flux, and a manifest holds one family"):
+    with pytest.raises(ConfigError, match="of sdxl, sd15, flux; choose one with --family"):
         KohyaCache(tmp_path)
     for family, channels in (("sdxl", 4), ("sd15", 4), ("flux", 16)):
         (image,), texts, refused = split(KohyaCache(tmp_path, family=family))
