@@ -1,4 +1,4 @@
-"""Samples of a cache as other trainers' formats need them, and the files that are written of them."""
+"""What the exports to all formats share: reading samples, writing files, and reporting."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ NOTE_FIRST_CAPTION = "several captions: only the first was exported"
 
 
 class ExportOptions(TypedDict, total=False):
-    """How every format is written."""
+    """Options that every format takes."""
 
     overwrite: bool
-    """Replace files that exist. By default they are left alone, and listed."""
+    """Replace existing files. By default they are kept and listed as skipped."""
     progress: Progress | None
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSample:
-    """One sample: `latents` and, if the dataset flips, `flipped` [C, (F,) h, w]: unscaled, float32, on the CPU.
+    """One sample to export.
 
-    Of moments they are the mean. `geometry` is that of `latents`, and `entry` the one that has them as they are stored.
-    `captions` are texts and their entries; one that was imported without its caption has the text None.
-    `stem` is the path of its files below the folder of an export: the sample_id without an image's suffix.
+    `latents` and, if the dataset has flips, `flipped` are [C, (F,) h, w]: unscaled, float32, on the CPU, the mean of
+    stored moments. `geometry` and the stored `entry` are those of `latents`. `captions` are texts and their entries;
+    the text is None if the import did not find the caption. `stem` is the sample_id without the suffix of an image.
     """
 
     row: Row
@@ -54,10 +54,10 @@ class ExportSample:
 
 
 class Export:
-    """One export of the manifest `name` to the files of a format: gives the samples, writes files, and reports.
+    """One export of the manifest `name`: yields its samples, writes files, and keeps the report.
 
-    `families` are those that the format can hold, `takes` the roles of further parts that it has a place for. Raises
-    StoreError if there is no such manifest, or it holds prompts, and ConfigError for another family.
+    `families` are those that the format supports, and `takes` the roles of further parts (masks, control images) that
+    it can hold. Raises StoreError if there is no such manifest or it holds prompts, and ConfigError for another family.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Export:
         self.family = family_named(check_family(family, families, format_name))
 
     def skip(self, row: Row, reason: str, detail: str, path: Path | None = None) -> None:
-        """Report a sample that is not exported, or one file of it, by `path`."""
+        """Report a sample as skipped, or only its file at `path`."""
         self.report.skipped.append(Refusal(row.sample_id, str(path or row.path), reason, detail))
 
     def samples(self) -> Iterator[ExportSample]:
-        """The samples, one in memory at a time; what cannot be exported is listed in the report.
+        """Yield the samples, one in memory at a time. Those that cannot be exported are listed in the report.
 
-        Raises SampleError, before the first sample, if one was imported and is unverified, unless the cache was opened
-        with `unverified`.
+        Raises SampleError before the first one if any is an unverified import and the cache was opened without
+        `unverified`.
         """
         cache, manifest = self._cache, self.manifest
         cache.samples(manifest.name).check(manifest.rows.usable())
@@ -104,16 +104,16 @@ class Export:
             self._progress.finish()
 
     def _sample(self, row: Row) -> ExportSample | None:
-        """The sample of a row; None, and reported, if it cannot be exported."""
+        """The sample of a row. If it cannot be exported, it is reported and None is returned."""
         if (what := _not_text(row)) is not None:
             self.skip(row, "unreadable", f"{what} is not UTF-8")
             return None
         stem = PurePosixPath(row.sample_id)
         if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
-            self.skip(row, "unreadable", "its sample_id leads out of the folder")
+            self.skip(row, "unreadable", "its sample_id is not a path inside the folder")
             return None
         if names := ", ".join(dict.fromkeys(ref.role for ref in row.parts if ref.part not in self._takes)):
-            self.skip(row, "has-parts", f"it has {names}, for which the format has no place")
+            self.skip(row, "has-parts", f"it has {names}, which the format cannot hold")
             return None
         try:
             images = {
@@ -132,7 +132,7 @@ class Export:
             geometry=geometry,
             latents=_latents_of(entry),
             flipped=_latents_of(images[True][1]) if True in images else None,
-            # An import that did not find a caption has no source: the manifest has the empty text of it.
+            # Without a source an import did not find the caption, and the manifest holds "" in its place.
             captions=tuple(
                 (None if entry.record.identity.get("source", "") is None else text, entry) for text, entry in captions
             ),
@@ -140,7 +140,7 @@ class Export:
         )
 
     def parts(self, sample: ExportSample, role: PartRole) -> list[torch.Tensor] | None:
-        """The latents of a sample's control images, or its mask. None, and reported, if one of them cannot be read."""
+        """The latents of a sample's control images, or its mask. None, and reported, if one is unreadable."""
         refs = [ref for ref in sample.row.parts_of() if ref.part == role]
         try:
             entries = [self._cache.get(ref.key) for ref in refs]
@@ -154,9 +154,9 @@ class Export:
         self.skip(row, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
-        """Write one file of `sample`, whole or not at all.
+        """Write one file of `sample` atomically.
 
-        False, and a refusal in the report, if the file exists already or its name is too long. Raises ReadOnlyError,
+        If it exists already or its name is too long, this is reported and False is returned. Raises ReadOnlyError,
         StorageFullError or StoreError.
         """
         if path in self._written or (os.path.exists(path) and not self._overwrite):
@@ -169,7 +169,7 @@ class Export:
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
                 raise
-            detail = f"its name is too long for a file here: {len(path.name)} characters"
+            detail = f"its name has {len(path.name)} characters, too many for this file system"
             self.skip(sample.row, "unreadable", detail, path)
             return False
         self._written.add(path)
@@ -177,9 +177,9 @@ class Export:
 
     @contextmanager
     def sealed(self, path: Path, num_bytes: int) -> Iterator[int]:
-        """Yield the descriptor of a file of the export, which is there when the block is done, or never.
+        """Yield the descriptor of a new file, which appears at `path` only if the block succeeds.
 
-        `num_bytes` is its size, for messages. Raises what `write` does.
+        `num_bytes` is its expected size, for messages. Raises what `write` raises.
         """
         with typed_errors(path.parent, num_bytes):
             make_folder(path.parent)
@@ -190,14 +190,14 @@ class Export:
 
 
 def _latents_of(entry: Entry) -> torch.Tensor:
-    """[C, (F,) h, w] in float32; of moments the mean."""
+    """Latents [C, (F,) h, w] in float32; the mean if the entry holds moments."""
     if "latents" in entry.tensors:
         return entry.tensors["latents"].float()
     return latents_from_moments(entry.tensors["moments"][None].float())[0]
 
 
 def _not_text(row: Row) -> str | None:
-    """What of a row no file can hold: it has half of a surrogate pair, as a name from a broken archive may have."""
+    """The first text of a row that is not valid Unicode (a lone surrogate, as from a broken archive), or None."""
     what = "its name"
     try:
         os.fsencode(row.sample_id)

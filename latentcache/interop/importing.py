@@ -1,4 +1,4 @@
-"""A foreign cache -> entries and a manifest. Latents are stored unscaled, and entries say that they were imported."""
+"""Import another trainer's cache as entries and a manifest: latents unscaled, every entry marked as imported."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("latentcache")
 FIRST_LOOK = 64
-"""A wrong claim is found after so many latents, before the rest is read."""
+"""Latents after which the scale is first checked, so that a wrong one is detected early."""
 
 _LEAST_SPREAD = 2.0
-"""Latents of some images have a standard deviation of 0.8, those of others of 1.2."""
+"""The check tolerates a factor of at least the square root of this: images vary between 0.8 and 1.2."""
 
 
 def import_cache(
@@ -61,36 +61,40 @@ def import_cache(
     verification: Verification | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import a foreign cache as the manifest `name`; what is refused is listed in the report.
+    """Import a foreign cache as the manifest `name`. Files that cannot be used are listed in the report.
 
-    Latents are stored unscaled: the scaling of scaled ones is undone in float32, in which they are stored; others and
-    embeddings keep their dtype. An export then writes the same values, but for the last bit of a float32. With a
-    `verification` the report says how entries differ from what encoding gives; they are unverified all the same, and
-    precache replaces them. A manifest that was imported before is replaced, unless nothing could be imported. `dataset`
-    says what it is for, and how often an epoch visits each sample.
+    Scaled latents are unscaled in float32 and stored in float32. Unscaled latents and embeddings keep their dtype. An
+    export writes the same values again, to within the last bit of a float32. Entries stay unverified, and precache
+    replaces them. An earlier import of that name is replaced, unless nothing could be imported this time.
 
-    Raises StoreError if precache made the manifest of that name, or if the foreign cache holds nothing at all, and
-    DatasetError if the latents are not scaled as the format claims (then nothing is imported): `scale_check` False is
-    for VAEs other than the family's published one.
+    Args:
+        foreign: The cache to read.
+        workspace: Where entries and manifest are stored.
+        name: Name of the manifest.
+        dataset: Its role, repeats and loss_weight are those of the manifest.
+        scale_check: False skips the check of the latents' scale, for a VAE other than the family's published one.
+        verification: Encodes entries again and notes in the report how they differ.
+        progress: Where progress is shown.
+
+    Raises StoreError if precache made the manifest of that name or the foreign cache is empty, and DatasetError if the
+    latents are not scaled as the format claims. In both cases nothing is imported.
     """
     started = time.monotonic()
     try:
         TypeAdapter(Name).validate_python("" if name.lower().startswith(PROMPTS_PREFIX) else name)
     except ValidationError as error:
-        allowed = f"letters, digits, dash and underscore, 64 at most, and no {PROMPTS_PREFIX!r} as its beginning"
+        allowed = f"at most 64 letters, digits, dashes and underscores, not beginning with {PROMPTS_PREFIX!r}"
         raise ConfigError(f"the name is {name!r}; use {allowed}") from error
     try:
         previous = workspace.manifests.read(name)
     except DatasetError as error:
-        logger.warning("%s. It is taken as absent.", error)
+        logger.warning("%s. The manifest is ignored.", error)
         previous = None
     if previous is not None and previous.imported_from is None:
-        raise StoreError(
-            f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
-        )
+        raise StoreError(f"manifest {name} was made by precache, and an import would replace it: give another --name")
     report = ImportReport(foreign.format, name)
     if verification is not None:
-        verification.begin(name, workspace, report)  # what it lacks is found now, not when all has been read
+        verification.begin(name, workspace, report)  # it fails before anything is read, if at all
     run = _Import(foreign, workspace, report, scale_check=scale_check)
     progress = progress or Progress()
     with workspace.in_use():
@@ -107,7 +111,7 @@ def import_cache(
                 manifest = replace(manifest, role=role, repeats=repeats, loss_weight=weight)
             workspace.manifests.write(manifest)
         elif not report.refused:
-            detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
+            detail = f"the folder has no files of a {foreign.format} cache. Check the folder and the format"
             raise StoreError(f"nothing was imported: {detail}")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = round(time.monotonic() - started, 3)
@@ -115,9 +119,9 @@ def import_cache(
 
 
 def _common_of(foreign: ForeignCache, rows: Mapping[str, Row], length: Mapping[str, int]) -> dict[str, Any]:
-    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known.
+    """The `common` of an imported manifest. Only the scale of the latents is known of how they were encoded.
 
-    `length` is what the texts' recipe states of their length.
+    `length` is added to the recipe of the texts.
     """
     scaling, family = published_scaling(foreign.family), family_named(foreign.family)
     masks = {"name": "mask", "downscale": family.latent.downscale}
@@ -135,7 +139,7 @@ def _common_of(foreign: ForeignCache, rows: Mapping[str, Row], length: Mapping[s
 
 
 def _recipe_of(family: str) -> dict[str, Any]:
-    """How texts are padded in a batch, which is all that is known; nothing of the first family, as it was before."""
+    """How texts are padded in a batch, all that is known of them. Empty for the default family, to keep its keys."""
     if family == DEFAULT:
         return {}
     return {"family": family, "max_length": family_named(family).max_length, "keeps_padding": keeps_padding(family)}
@@ -149,14 +153,14 @@ class _Import:
         self._family, self._scale_check = family_named(foreign.family), scale_check
         self._scaling = published_scaling(foreign.family)
         self._stds: list[float] = []
-        """The standard deviations of the latents as if all were scaled."""
+        """Standard deviation of each latent after scaling."""
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.length: Mapping[str, int] = {}
-        """The `max_length` of all texts: they are of one form."""
+        """The `max_length` of the texts, which all have one form; empty for the family's default."""
 
     def read(self, progress: Progress) -> dict[str, Row]:
-        """Store every item; the rows of the manifest. What an error leaves is in no manifest, and goes with a prune."""
+        """Store every item and return the rows of the manifest. After an error, a prune removes what was stored."""
         progress.start(f"import {self._report.format}", None)
         with self._workspace.store.writer() as writer:
             for item in self._foreign.items():
@@ -178,11 +182,11 @@ class _Import:
     # Images
 
     def _keep_image(self, item: ForeignImage, writer: Writer) -> None:
-        """Store a latent and its mask, and note them in the row of its sample. Raises ForeignFileRefused."""
+        """Store a latent and its mask, and add them to the row of the sample. Raises ForeignFileRefused."""
         row = self._rows.get(item.sample_id) or Row(item.sample_id, item.path, None, (), ())
         if any(ref.geometry.flip == item.geometry.flip for ref in row.images):
             twin = "flipped " if item.geometry.flip else ""
-            detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
+            detail = f"sample {item.sample_id!r} already has a {twin}latent; only the first is imported"
             raise ForeignFileRefused(item.path, "duplicate", detail)
         stored = self._stored("image", {"latents": self._unscaled(item)}, (item.latents.shape[0],), item.path)
         values = item.latents.float()
@@ -207,10 +211,10 @@ class _Import:
         self._report.note(item.note)
 
     def _unscaled(self, item: ForeignImage) -> torch.Tensor:
-        """What the VAE's encoder gave: in float32 where it was scaled. Raises ForeignFileRefused for another shape."""
+        """The latents as the VAE encoded them, in float32 if they were scaled. Raises ForeignFileRefused."""
         latents, family, target = item.latents, self._family, item.geometry.target_size
         is_image = latents.ndim == 4 and latents.shape[1] == 1 if family.latent.is_video else latents.ndim == 3
-        # What names no family is taken as of the first one, and may be of any.
+        # Files that name no family are read as the default one, but may be of another.
         has_channels = family.name == DEFAULT or latents.shape[:1] == (family.latent.channels,)
         if not is_image or not has_channels or bucket_of(latents, family.name) != target:
             detail = f"its latents have the shape {list(latents.shape)}, which does not fit a bucket of {target}"
@@ -222,17 +226,16 @@ class _Import:
         return self._scaling.undo(latents.float()) if item.is_scaled else latents
 
     def _check_scale(self) -> None:
-        """Raises DatasetError, with both numbers, if the latents are not scaled as the last one claims.
+        """Raise DatasetError if the latents are not scaled as the last one claims.
 
-        Scaled latents have a standard deviation near 1, and unscaled ones of another number.
+        The median standard deviation, after scaling, must be near 1. A wrong claim is off by the factor `spread`.
         """
         if not self._scale_check or not self._stds:
             return
         spread = _spread_of(self._scaling)
-        # Where the two are nearly one number, nothing says which of them a claim is of.
+        # With a spread near 1 scaled and unscaled latents cannot be told apart.
         border = max(spread, 1 / spread, _LEAST_SPREAD) ** 0.5
         median, family = statistics.median(self._stds), self._family.name
-        # A claim that is wrong shifts the value by the spread: up (scaled is claimed) or down (unscaled is).
         if 1 / border <= median <= border:
             return
         met, expected, claimed = median, 1.0, "scaled"
@@ -240,10 +243,10 @@ class _Import:
             met, expected, claimed = median * spread, spread, "unscaled"
         raise DatasetError(
             self._last.path,
-            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
+            f"the latents' median standard deviation is {met:.3g} (over {len(self._stds)} latents), but this format "
             f"holds {claimed} latents of {family}, which have about {expected:.3g}. Nothing was imported: the cache "
-            "was made for another model, or is of another format. For another VAE than "
-            f"{family}'s give --no-scale-check",
+            "was made for another model or has another format. If it was made with a VAE other than "
+            f"{family}'s, give --no-scale-check",
         )
 
     def _digest_of(self, path: Path | None) -> str | None:
@@ -258,20 +261,19 @@ class _Import:
     # Texts
 
     def _keep_text(self, item: ForeignText, writer: Writer) -> None:
-        """Store a caption's embeddings, and note them in the rows of its samples. Raises ForeignFileRefused."""
+        """Store a caption's embeddings, and add them to the rows of its samples. Raises ForeignFileRefused."""
         if not item.sample_ids:
-            detail = "it is the caption of no sample here: no manifest would refer to it"
-            raise ForeignFileRefused(item.path, "missing", detail)
+            raise ForeignFileRefused(item.path, "missing", "no sample has this caption")
         embeds, pooled = item.prompt_embeds, item.pooled_prompt_embeds
         tensors = {"prompt_embeds": embeds, **({} if pooled is None else {"pooled_prompt_embeds": pooled})}
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if embeds.ndim not in (2, 3) or (pooled is not None and pooled.ndim != 1):
             raise corrupt(item.path, f"its embeddings have the shapes {' and '.join(map(str, shapes.values()))}")
-        if tensors.keys() != self._family.fields.keys():
-            wanted = " and ".join(self._family.fields)
-            raise corrupt(item.path, f"it has {' and '.join(tensors)}; texts of {self._family.name} have {wanted}")
         family = self._family
-        ragged = frozenset[str]()  # what is stored without padding
+        if tensors.keys() != family.fields.keys():
+            wanted = " and ".join(family.fields)
+            raise corrupt(item.path, f"it has {' and '.join(tensors)}; texts of {family.name} have {wanted}")
+        ragged = frozenset[str]()  # fields that are stored without padding
         if not keeps_padding(family.name):
             recipe = _recipe_of(family.name)
             ragged = frozenset(name for name in family.fields if family.padding(name, recipe) is not None)
@@ -301,9 +303,9 @@ class _Import:
         source: str | None,
         ragged: frozenset[str] = frozenset(),
     ) -> Entry:
-        """An entry whose identity says that it was imported: an encoded entry never has its key.
+        """An entry whose identity marks it as imported, so that no encoded entry ever has its key.
 
-        `source` is the digest of the image's bytes or of the caption, if they are known.
+        `source` is the digest of the image's bytes or of the caption; None if unknown.
         """
         tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
         described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
@@ -327,7 +329,7 @@ class _Import:
             sample_id=_sample_id_of(item),
             source_path=item.path,
             imported_from=self._foreign.format,
-            # The values are rounded to it, also if another dtype is stored.
+            # The precision of the values, even if they are stored in another dtype.
             file_dtype=dtype_name(tensors.get("mask", values)),
             note=item.note,
         )
@@ -336,9 +338,9 @@ class _Import:
     def _stored(
         self, kind: Kind, found: Mapping[str, torch.Tensor], form: tuple[int, ...], path: str
     ) -> dict[str, torch.Tensor]:
-        """These tensors in the dtype of the first.
+        """These tensors, all in the dtype of the first.
 
-        Raises ForeignFileRefused for bad values, and for another form or dtype than the first item of this kind has.
+        Raises ForeignFileRefused for bad values, and if form or dtype differ from those of the first item of this kind.
         """
         dtype = next(iter(found.values())).dtype
         stored = {name: tensor.to(dtype) for name, tensor in found.items()}
@@ -351,12 +353,12 @@ class _Import:
             raise corrupt(
                 path,
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
-                "and a batch holds one form: import its folder alone, under another --name",
+                "and a batch holds one form: import this folder separately, under another --name",
             )
         return stored
 
     def _finished(self, row: Row) -> Row:
-        """The row for the manifest: the flipped latent last, and refused if the image or all texts are lacking."""
+        """The row for the manifest: flipped latent last, refused if it has no unflipped image or no text."""
         images = tuple(sorted(row.images, key=lambda ref: ref.geometry.flip))
         has_image = any(not ref.geometry.flip for ref in images)
         refusal = None
@@ -371,27 +373,24 @@ class _Import:
 
 
 def _sample_id_of(item: ForeignItem) -> str:
-    """The item's sample; of a text the first, and the empty text where there is none."""
+    """The item's sample; the first one of a text, or "" if it has none."""
     return next(iter(item.sample_ids), "") if isinstance(item, ForeignText) else item.sample_id
 
 
 def published_scaling(family: str) -> Scaling:
-    """The scaling of the family's published VAE, whose constants trainers write into their code.
-
-    ConfigError where it is in the VAE's weights alone.
-    """
+    """The scaling of the family's published VAE, which trainers hard-code. ConfigError if only its weights have it."""
     found = family_named(family).latent.published
     if found is None:
         raise ConfigError(
-            f"how latents of {family} are scaled stands in the weights of its VAE, which a foreign cache does not "
-            "have: precache them",
+            f"the scaling of {family} latents is stored only in the weights of its VAE, which a foreign cache lacks: "
+            "precache the images instead",
             key="family",
         )
     return found
 
 
 def _spread_of(scaling: Scaling) -> float:
-    """The standard deviation of unscaled latents whose scaled ones have about 1."""
+    """The standard deviation of unscaled latents that have about 1 when scaled."""
     if not scaling.mean:
         return 1 / scaling.scaling_factor
     mean = sum(scaling.mean) / len(scaling.mean)

@@ -1,4 +1,4 @@
-"""What an import or an export did, as JSON and as text."""
+"""Reports of imports and exports, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _ALL = "--json lists all"
 
 @dataclass(slots=True)
 class Difference:
-    """How the entries of one kind (`image` or `text`) differ from encoded ones. Latents are compared unscaled."""
+    """How imported entries of one kind (`image` or `text`) differ from encoded ones. Latents are compared unscaled."""
 
     num_compared: int = 0
     num_equal: int = 0
     num_draws: int = 0
-    """Draws that are as far from the mean as a draw of this posterior is."""
+    """Plausible draws: their distance from the mean is that of a draw from this posterior."""
     largest: float = 0.0
     """Largest absolute difference."""
     largest_share: float = 0.0
-    """Largest difference as a share of what was allowed there: at most 1 for what counts as equal."""
+    """Largest difference relative to its tolerance: at most 1 for entries that count as equal."""
     largest_deviations: float | None = None
-    """Draws that are not equal to the mean: the difference from it in standard deviations of the posterior (root mean
-    squares). A true draw has about 1."""
+    """Largest root mean square distance from the mean of a draw that does not equal it, in standard deviations of the
+    posterior. A true draw has about 1."""
 
     def to_text(self, kind: str) -> str:
         """One line for people."""
@@ -34,13 +34,13 @@ class Difference:
             draws = f", {self.num_draws} draws of the posterior, at most {self.largest_deviations:.2f} deviations off"
         return (
             f"compared  {self.num_compared} {kind} entries, {self.num_equal} equal{draws}; largest difference "
-            f"{self.largest:.3g} ({self.largest_share:.2f} of what is allowed)"
+            f"{self.largest:.3g} ({self.largest_share:.2f} of the tolerance)"
         )
 
 
 @dataclass(slots=True)
 class InteropReport:
-    """What both reports have."""
+    """The fields of both reports."""
 
     format: str
     name: str
@@ -48,10 +48,10 @@ class InteropReport:
     num_texts: int = 0
     bytes_written: int = 0
     notes: dict[str, int] = field(default_factory=dict)
-    """What formats do not say and was derived, or cannot express and was left out; with how often."""
+    """Note -> count: what was inferred because the format does not record it, or dropped because it cannot."""
 
     def note(self, text: str | None) -> None:
-        """Count a note; None is none."""
+        """Count a note; None is ignored."""
         if text is not None:
             self.notes[text] = self.notes.get(text, 0) + 1
 
@@ -65,27 +65,27 @@ class InteropReport:
 
 @dataclass(slots=True)
 class ImportReport(InteropReport):
-    """The figures of one import. Entries count as they are referred to by samples."""
+    """The figures of one import."""
 
     num_samples: int = 0
     """Complete samples: an image and at least one caption."""
     num_flipped: int = 0
-    """Of the images."""
+    """How many of the images are flipped."""
     num_unknown_captions: int = 0
-    """Texts whose caption is neither in the format nor in a caption file."""
+    """Texts whose caption is neither in the file nor in a caption file."""
     incomplete: list[Refusal] = field(default_factory=list)
-    """Samples that lack an image or a text: they are in the manifest, but in no batch."""
+    """Samples without an image or without a text: they are in the manifest but never in a batch."""
     refused: list[Refusal] = field(default_factory=list)
     """Files that were not imported."""
     unequal: list[Refusal] = field(default_factory=list)
-    """Entries that are not equal to encoded ones, or could not be encoded."""
+    """Entries that differ from encoded ones, or could not be encoded for comparison."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """Kind -> differences from encoded entries; empty without verification."""
     seconds: float = 0.0
     cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and the numbers of refusals."""
+        """All fields, and the counts of refused and incomplete items."""
         return asdict(self) | {"num_refused": len(self.refused), "num_incomplete": len(self.incomplete)}
 
     def to_text(self) -> str:
@@ -107,7 +107,7 @@ class ImportReport(InteropReport):
                 "trust     entries are unverified: returned only with cache.unverified; precache replaces them"
             )
         else:
-            lines.append(f"manifest  none written: nothing was imported; {self.name} is as it was")
+            lines.append(f"manifest  none written: nothing was imported; {self.name} is unchanged")
         return "\n".join(lines)
 
 
@@ -118,18 +118,18 @@ class ExportReport(InteropReport):
     path: str = ""
     num_files: int = 0
     skipped: list[Refusal] = field(default_factory=list)
-    """Samples that were not exported: they are refused in the manifest, or the format cannot express them."""
+    """Samples that were not exported: they are refused in the manifest, or the format cannot hold them."""
     num_unread: int = 0
-    """Of these, samples with an entry that is damaged or gone: precache encodes it again."""
+    """How many of these have a damaged or missing entry, which precache encodes again."""
     num_other_buckets: int = 0
-    """Samples whose bucket the trainer would not make of that image."""
+    """Samples whose bucket differs from the one that the trainer chooses."""
     buckets: dict[str, Any] = field(default_factory=dict)
-    """The trainer's buckets that were compared with; empty for what was imported from it."""
+    """The trainer's bucket settings that this was checked against; empty if the check was not needed."""
 
     def to_text(self) -> str:
         """The report for people."""
         settings = ", ".join(f"{name} {value}" for name, value in self.buckets.items())
-        buckets = f"buckets   {self.num_other_buckets} samples have another than the trainer's ({settings})"
+        buckets = f"buckets   {self.num_other_buckets} samples differ from the trainer's ({settings})"
         lines = [
             f"exported  {self.name} to {self.format}",
             f"images    {self.num_images}",

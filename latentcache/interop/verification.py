@@ -1,4 +1,4 @@
-"""Shows that imported entries are what encoding gives: some are encoded again, and the two are compared."""
+"""Verification of imported entries: some are encoded again, and both results are compared."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from latentcache.types import Entry, Refusal
 from latentcache.utils.progress import Progress
 
 _FARTHEST_DRAW = 1.25
-"""An honest draw's root mean square distance from the mean, at most, in deviations of the posterior. It is 1 on
-average, and within a few percent of it for the smallest latents."""
+"""Upper bound for the root mean square distance of a true draw from the mean, in standard deviations of the posterior.
+The expected value is 1, and even the smallest latents are within a few percent of it."""
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-"""What is allowed at each number x of a tensor: this times (|x| + the tensor's root mean square), for the coarsest
-dtype of the file, the computation and the store. Half precision: four roundings. float32: other kernels, devices and
-batch sizes sum in another order, which costs far more than a rounding and far less than another model."""
+"""Tolerance for each value x: this times (|x| + the tensor's root mean square), for the coarsest dtype of the file, the
+computation and the store. Half precision allows four roundings. float32 allows for kernels, devices and batch sizes
+that sum in another order, which costs far more than a rounding and far less than another model."""
 _EXACT = {"image_output": "moments", "store_dtype": "float32", "text_store_dtype": "float32"}
-"""What the models give is compared, whatever a run with the config would store of it."""
+"""Settings for encoding: outputs are compared at full precision, whatever the config stores."""
 _FILES = CaptionFileSource("", ".txt")
-"""It reads an image by the path in its sample, wherever that is."""
+"""Reads an image at any path: a sample's `locator`."""
 
 
 class Comparison(NamedTuple):
@@ -50,15 +50,15 @@ class Comparison(NamedTuple):
     largest: float
     """Largest absolute difference."""
     share: float
-    """Of what is allowed, at the place where it is worst: at most 1 is equal."""
+    """Largest ratio of difference to tolerance; the tensors count as equal up to 1."""
 
 
 def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float) -> Comparison:
-    """Compare two tensors of one shape in float32. `relative`: see `RELATIVE`."""
+    """Compare two tensors of one shape in float32. `relative` is a value of RELATIVE."""
     imported, encoded = imported.float(), encoded.float()
     difference = (imported - encoded).abs()
     allowed = encoded.abs().add(encoded.square().mean().sqrt()).mul(relative)
-    # Where nothing is allowed, nothing may differ.
+    # If both are all zeros, 0 / 0 is no difference.
     share = torch.where(difference == 0, 0.0, difference / allowed)
     return Comparison(difference.max().item(), share.max().item())
 
@@ -66,25 +66,25 @@ def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float) -
 class Verification:
     """Encodes imported entries again, as precache does, and notes in the report how they differ.
 
-    `num_entries` of each kind are encoded, with the config's models; `models` None loads them. Images are prepared as
-    those of the config's dataset of the import's name, or of its only dataset, but with the resize filter of the
-    trainer. Call `begin` first.
+    `num_entries` of each kind are encoded with `models`, or with the config's if None. Images are prepared as for the
+    config's dataset with the name of the import, or its only dataset, but with the trainer's resize filter. Call
+    `begin` before `verify`.
     """
 
     def __init__(self, config: Config, models: Models | None = None, num_entries: int | Literal["all"] = 8):
         self._config, self._given, self._num_entries = config, models, num_entries
 
     def begin(self, name: str, workspace: Workspace, report: ImportReport) -> None:
-        """Load what verifies an import of this name.
+        """Load the models for an import of this name.
 
-        Raises ConfigError where it is not clear which dataset counts, ModelError or DeviceError.
+        Raises ConfigError if the config has several datasets and none of that name, ModelError or DeviceError.
         """
         self._store, self._report, config = workspace.store, report, self._config
         named = [dataset for dataset in config.datasets if dataset.name == name] or list(config.datasets)
         if len(named) > 1:
             names = ", ".join(dataset.name for dataset in named)
-            message = f"none of the datasets {names} is named {name!r}: import under the name of the one whose images "
-            raise ConfigError(f"{message}these are", key="datasets")
+            message = f"none of the datasets {names} is named {name!r}: give the name of the one with these images"
+            raise ConfigError(message, key="datasets")
         [self._dataset] = named
         config = config.model_copy(update={"encode": config.encode.model_copy(update=_EXACT)})
         models = self._given or load_models(config.model, workspace.memo)
@@ -96,17 +96,17 @@ class Verification:
         self._preparations = Preparations(self._dataset, encodings, "")
         self._texts = TextKeys(models.family, models.tokenizers, encodings.text, "")
         self._expected: dict[str, list[tuple[Row, Ref]]] = {}
-        """Key of an encoded entry -> the imported ones that should equal it."""
+        """Key of an entry to encode -> the imported ones that should equal it."""
 
     def verify(self, rows: Mapping[str, Row], progress: Progress) -> None:
-        """Encode some entries of these rows again, and compare them. With `encode.text: none` texts are left out.
+        """Encode some entries of these rows again, and compare them. `encode.text: none` leaves out texts.
 
         Raises ModelError, DeviceError or StoreError.
         """
         images = list(self._image_tasks([(row, ref) for row in rows.values() for ref in row.images]))
         captions = [(row, ref) for row in rows.values() for ref in row.captions]
         if captions and "text" not in self._compute_dtypes:
-            self._report.note("texts were not compared: encode.text of the config is none")
+            self._report.note("texts were not compared: the config has encode.text: none")
             captions = []
         texts = list(self._text_tasks(captions))
         progress.start("verify", len(images) + len(texts))
@@ -124,12 +124,12 @@ class Verification:
     def _refuse(self, row: Row, reason: str, detail: str) -> None:
         self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))
 
-    # What is encoded
+    # Encoding
 
     def _image_tasks(self, refs: Sequence[tuple[Row, Ref]]) -> Iterator[Task]:
         for row, ref in self._drawn(refs):
             if row.source is None:
-                self._refuse(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
+                self._refuse(row, "missing", "there is no image to encode again: give --images")
                 continue
             sample, geometry = Sample(row.sample_id, row.path, locator=row.path), ref.geometry
             try:
@@ -138,7 +138,7 @@ class Verification:
                 self._refuse(row, refused.reason, refused.detail)
                 continue
             if size != geometry.original_size:
-                detail = f"the image is {size} now (upright), but one of {geometry.original_size} was cached"
+                detail = f"the image is {size} now (upright), but was {geometry.original_size} when it was cached"
                 self._refuse(row, "unequal", detail)
                 continue
             identity = self._preparations.identity(self._preparations.roles[0], row.source, geometry)
@@ -151,7 +151,7 @@ class Verification:
     def _text_tasks(self, refs: Sequence[tuple[Row, Ref]]) -> Iterator[Task]:
         for row, ref in self._drawn(refs):
             if self._store.record(ref.key).identity["source"] is None:
-                self._refuse(row, "missing", "its caption is not known, so it cannot be encoded again")
+                self._refuse(row, "missing", "its caption is unknown, so it cannot be encoded again")
                 continue
             identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
@@ -159,22 +159,22 @@ class Verification:
                 yield Task(key, identity, Sample(row.sample_id, row.path), caption=ref.text)
 
     def _drawn(self, refs: Sequence[tuple[Row, Ref]]) -> list[tuple[Row, Ref]]:
-        """The entries to encode again: each once, however many samples share it."""
+        """A random choice of the entries to encode again. An entry that samples share counts once."""
         unique = {ref.key: (row, ref) for row, ref in reversed(refs)}
         pool = [unique[key] for key in sorted(unique)]
         num = len(pool) if self._num_entries == "all" else min(self._num_entries, len(pool))
         return random.Random(0).sample(pool, num)
 
     def _expect(self, key: str, row: Row, ref: Ref) -> bool:
-        """Compare the entry with what is encoded under `key`. False if that is to be encoded already."""
+        """Have the imported entry compared with the one encoded under `key`; False if that is scheduled already."""
         expected = self._expected.setdefault(key, [])
         expected.append((row, ref))
         return len(expected) == 1
 
-    # What came of it
+    # Comparing
 
     def _note_failure(self, key: str, failure: Failure) -> None:
-        """Note that these entries could not be encoded."""
+        """Report the imported entries that cannot be compared because encoding failed."""
         nothing = "there is nothing to compare with: " if failure.reason == "bad-output" else ""
         for row, _ in self._expected[key]:
             self._refuse(row, failure.reason, f"{nothing}{failure.detail}")
@@ -189,7 +189,7 @@ class Verification:
             entry = self._store.get(ref.key)
             found.num_compared += 1
             if other := _other_shape(entry, tensors):
-                self._refuse(row, "unequal", f"{other}: it comes from another model or max_length")
+                self._refuse(row, "unequal", f"{other}: it was made with another model or max_length")
                 continue
             result = self._compared(entry, tensors)
             found.largest = max(found.largest, result.largest)
@@ -198,18 +198,18 @@ class Verification:
                 found.num_equal += 1
                 continue
             detail = f"encoding gives other {'latents' if kind == 'image' else 'embeddings'}: largest difference "
-            detail += f"{result.largest:.3g}, {result.share:.3g} times what is allowed"
+            detail += f"{result.largest:.3g}, {result.share:.3g} times the tolerance"
             if entry.record.identity["imported"]["output"] == "sample":
                 distance, farthest = _distance(entry, encoded, tensors["latents"], result)
                 found.largest_deviations = max(found.largest_deviations or 0.0, distance)
                 if distance <= farthest:
                     found.num_draws += 1
                     continue
-                detail += f"; a draw of the posterior is 1 deviation from its mean, this is {distance:.3g}"
+                detail += f"; a draw of the posterior is 1 deviation from its mean, this one {distance:.3g}"
             self._refuse(row, "unequal", detail)
 
     def _compared(self, entry: Entry, encoded: Mapping[str, torch.Tensor]) -> Comparison:
-        """The worst field's comparison."""
+        """The largest values over all fields."""
         dtypes = {DTYPES[entry.record.provenance["file_dtype"]], self._compute_dtypes[entry.record.kind]}
         relative = max(RELATIVE[dtype] for dtype in dtypes | {tensor.dtype for tensor in entry.tensors.values()})
         fields = [compare(tensor, encoded[name], relative=relative) for name, tensor in entry.tensors.items()]
@@ -217,9 +217,9 @@ class Verification:
 
 
 def _distance(draw: Entry, encoded: Entry, mean: torch.Tensor, result: Comparison) -> tuple[float, float]:
-    """How far a draw is from the mean, and how far an honest one is at most, in deviations of the posterior.
+    """The distance of a draw from the mean, and its upper bound for a true draw, in deviations of the posterior.
 
-    A draw is as far from the mean as the deviation says, and the roundings of its file come on top.
+    The bound adds the rounding of the file to the deviation.
     """
     std = posterior_std(encoded.tensors["moments"][None]).square().mean().sqrt().item()
     distance = (draw.tensors["latents"].float() - mean).square().mean().sqrt().item()
@@ -228,7 +228,7 @@ def _distance(draw: Entry, encoded: Entry, mean: torch.Tensor, result: Compariso
 
 
 def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:
-    """The first field whose shape is not that of the encoded one, for messages; None if there is none."""
+    """The first field whose shape differs from the encoded one's, for messages; None if there is none."""
     for name, tensor in entry.tensors.items():
         if name not in encoded or tensor.shape != encoded[name].shape:
             shapes = ", ".join(f"{each} {list(made.shape)}" for each, made in encoded.items())

@@ -48,8 +48,8 @@ def test_what_cannot_be_exported_is_listed_and_the_rest_exported(tmp_path: Path,
         **dict.fromkeys(["no-image.png", "no-text.png"], "missing"),
         "part.png": "has-parts",
     }
-    assert "its name is not UTF-8" in details["half \ud83d.png"] and "leads out of the folder" in details["/abs.png"]
-    assert "for which the format has no place" in details["part.png"]
+    assert "its name is not UTF-8" in details["half \ud83d.png"] and "not a path inside" in details["/abs.png"]
+    assert "which the format cannot hold" in details["part.png"]
     assert (report.num_images, report.num_texts, report.num_unread) == (1, 1, 2)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files and {path.parent for path in files} == {tmp_path / "in" / "out"}

@@ -112,7 +112,7 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
         (image("x", latents=torch.randn(8, 8, 16)), "corrupt", "a batch holds one form"),
         (image("x", latents=torch.randn(4, 8, 16).half()), "corrupt", "--name"),
         (image("a"), "duplicate", "only the first is imported"),
-        (text(), "missing", "of no sample"),
+        (text(), "missing", "no sample has this caption"),
         (text("a", width=80), "corrupt", "a batch holds one form"),
         (replace(text("a"), prompt_embeds=torch.randn(77)), "corrupt", "the shapes"),
         (replace(text("a"), pooled_prompt_embeds=torch.full((40,), math.nan)), "bad-output", "nan"),
@@ -193,7 +193,7 @@ def test_an_import_replaces_an_import_but_never_with_nothing_nor_what_precache_m
         assert set(rows_of(workspace)) == {"b"}
         with pytest.raises(StoreError, match="photos was made by precache"):
             import_cache(Foreign(pairs("a")), workspace, name="photos")
-        with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
+        with pytest.raises(StoreError, match="nothing was imported: the folder has no files of a test cache"):
             into(workspace)
         refused = Refusal("", "/foreign", "missing", "there is no index")
         report = into(workspace, refused)
@@ -344,7 +344,7 @@ def test_what_encoding_gives_is_equal_whatever_is_stored(
     report = verified(config, items, num_entries=num_entries)
     assert report.unequal == [] and compared(report) == expected
     assert max(found.largest_share for found in report.differences.values()) < 1
-    no_texts = "texts were not compared: encode.text of the config is none"
+    no_texts = "texts were not compared: the config has encode.text: none"
     assert report.notes == ({} if "text" in expected else {no_texts: 1})
     with LatentCache(config.cache.path) as cache:
         assert cache.store.stats().num_packs == 1, "nothing is stored but the import"
@@ -418,11 +418,11 @@ def test_what_cannot_be_encoded_again_says_why(target: Config, items: Items, pho
     details = {(refusal.sample_id, refusal.reason): refusal.detail for refusal in report.unequal}
     assert "give --images" in details["a.png", "missing"]
     assert ("b.png", "truncated") in details
-    assert "the image is 100x80 now (upright), but one of 144x80 was cached" in details["c.png", "unequal"]
-    assert details["sub/e.png", "missing"] == "its caption is not known, so it cannot be encoded again"
+    assert "the image is 100x80 now (upright), but was 144x80" in details["c.png", "unequal"]
+    assert details["sub/e.png", "missing"] == "its caption is unknown, so it cannot be encoded again"
     assert compared(report) == {"image": (4, 4), "text": (4, 4)}
     other = image("d.png", image_path=write_photo(photos / "d.png", 0, (80, 160)), latents=torch.randn(16, 8, 16))
-    assert "it comes from another model" in verified(target, [other]).unequal[0].detail
+    assert "made with another model" in verified(target, [other]).unequal[0].detail
 
 
 def test_the_config_must_say_which_images_policy(target: Config, items: Items) -> None:

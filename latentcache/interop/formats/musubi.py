@@ -1,12 +1,13 @@
 """musubi-tuner's caches: one folder of safetensors files, `<name>_{W:04d}x{H:04d}_<arch>` and `<name>_<arch>_te`.
 
-W and H are those of the image, `<name>` its file's name without suffix and folder, `<arch>` the layout. Latents:
-`latents_{F}x{H}x{W}_{dtype}` [C, h, w], of Qwen-Image, Krea 2 and Wan [C, F, h, w]; of Z-Image unscaled, of others
-scaled. Metadata: `architecture`, `width`, `height`. Text: `varlen_<what>_{dtype}` has a row for each token, without
-padding; FLUX.1's has its padding. Metadata: `architecture`, `caption1`. Latents of control images
-(`latents_control_...`) stand next to those of the image. A clip has `_00000-{frames:03d}` after `<name>`, and
-`frame_count` in its metadata; for image to video its file also has `latents_image_...`, the mask of the first frame
-before the condition, and Wan 2.1's `clip_{dtype}`. (Read in musubi-tuner 30c658c.)
+`<name>` is the image's file name without folder and suffix, W and H its size, `<arch>` the architecture.
+
+Latents are `latents_{F}x{H}x{W}_{dtype}` [C, h, w], or [C, F, h, w] for Qwen-Image, Krea 2 and Wan: scaled, except
+Z-Image's. The metadata have `architecture`, `width` and `height`. Latents of control images (`latents_control_...`) are
+in the same file. A clip has `_00000-{frames:03d}` after `<name>` and `frame_count` in its metadata. For image to video
+its file also has `latents_image_...`, the mask of the first frame followed by the condition, and Wan 2.1's
+`clip_{dtype}`. Embeddings are `varlen_<what>_{dtype}`, a row per token without padding; FLUX.1's include the padding.
+Their metadata have `architecture` and `caption1`. (Read in musubi-tuner 30c658c.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,9 @@ from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.store.entry import dtype_name
 
-NOTE_BUCKETS = (
-    "musubi-tuner makes batches by its own buckets: where they are others than those of this cache, train with "
-    "batch_size 1"
-)
-NOTE_FLIPPED = "musubi-tuner has no flipped latents: they were not exported"
-NOTE_UNKNOWN = "a text was imported without its caption, which musubi-tuner's file names: it was not exported"
+NOTE_BUCKETS = "musubi-tuner batches by its own buckets: if this cache has different ones, train with batch_size 1"
+NOTE_FLIPPED = "musubi-tuner does not support flipped latents: they were not exported"
+NOTE_UNKNOWN = "a text was imported without its caption, which musubi-tuner's file must have: it was not exported"
 
 _VERSION = "1.0.1"
 
@@ -46,9 +44,9 @@ def export(
 ) -> ExportReport:
     """Write musubi-tuner's files for the manifest `name` to `folder`, a `cache_directory`.
 
-    Latents are scaled where musubi-tuner has them so, in `dtype`; embeddings keep theirs. A sample has one caption
-    there: its first. FLUX.1 is trained there with one control image (Kontext): samples without are skipped, and
-    listed. Raises what `Export` does.
+    Latents are written in `dtype`, scaled if musubi-tuner's are; embeddings keep their dtype. Only the first caption
+    is written. musubi-tuner trains FLUX.1 with exactly one control image (Kontext), so other samples are skipped and
+    listed. Raises what `Export` raises.
     """
     layouts = layouts_of("musubi")
     run = Export("musubi", cache, name, folder, options, families=layouts, takes={"control"})
@@ -59,7 +57,7 @@ def export(
         controls = run.parts(sample, "control")
         if controls is None:
             continue
-        # Texts have no size in their names: samples of one name would be trained with one caption.
+        # The names of texts have no size: samples with the same name would share one caption.
         other = sample_of.setdefault(sample.stem.name, sample.row.sample_id)
         if why := _why_not(sample, layout, other, len(controls)):
             run.skip(sample.row, *why)
@@ -72,7 +70,7 @@ def export(
         tensors = {}
         for kind, latents in stored:
             values = (run.scaling.apply(latents) if layout.is_scaled else latents).to(dtype)
-            if kind == "latents_image":  # all that the denoiser takes but for noised latents: of these no channel here
+            if kind == "latents_image":  # the denoiser's input without its noised latents, hence no channels of them
                 values = run.family.inputs(None, values[None, :0], {CONDITION: values[None]})[0]
             sides = (1, *values.shape[1:]) if values.ndim == 3 else tuple(values.shape[1:])
             tensors[f"{kind}_{'x'.join(map(str, sides))}_{dtype_name(values)}"] = values
@@ -91,9 +89,9 @@ def export(
 
 
 def _why_not(sample: ExportSample, layout: TrainerFiles, other: str, num_controls: int) -> tuple[str, str] | None:
-    """Reason and detail of a sample that its files cannot hold. `other` is the first sample of its name."""
+    """Reason and detail if the sample cannot be exported. `other` is the first sample with its file name."""
     if other != sample.row.sample_id:
-        return "duplicate", f"{other} has the same name in another folder, and one folder has the files of both"
+        return "duplicate", f"{other} has the same name, and the files of all folders are written to one"
     if num_controls != int(layout.needs_control):
         needed = "one control image (Kontext)" if layout.needs_control else "no control image"
         detail = f"musubi-tuner trains {layout.title} with {needed}: this sample has {num_controls}"

@@ -1,13 +1,13 @@
-"""SimpleTuner's caches: VAE latents and text embeddings, as files that are named by hashes.
+"""SimpleTuner's caches: VAE latents and text embeddings, in files that are named by hashes.
 
-Latents: `<cache_dir_vae>/<sub folders of the images>/<sha256 of the image's name without suffix>.pt`, scaled: one draw
-of the posterior [C, h, w], of Wan the mean [C, F, h, w]. Sizes are in `aspect_ratio_bucket_metadata_<id>.json`.
-Text: `<md5 of the prompt>-<model>.pt`, a dict of prompt_embeds [1, L, ...], of SDXL and FLUX.1 pooled_prompt_embeds
-[P] or [1, P], and masks [1, L]; or (older ones of SDXL, and negative prompts) a tuple of both embeds. Wan's mask is
-none: it is the embeddings of the empty text, and padding is zeros. Both are `torch.save` files, or gzip of one.
-(Formats read in SimpleTuner bc8e6ab.)
+Latents are in `<cache_dir_vae>/<subfolder of the image>/<sha256 of the image's name without suffix>.pt`, scaled: one
+draw of the posterior [C, h, w], for Wan the mean [C, F, h, w]. Sizes are in `aspect_ratio_bucket_metadata_<id>.json`.
+Embeddings are in `<md5 of the prompt>-<model>.pt`: a dict of prompt_embeds [1, L, ...], for SDXL and FLUX.1
+pooled_prompt_embeds [P] or [1, P], and masks [1, L]. Older SDXL files and negative prompts are a tuple of both
+embeddings. Wan's "mask" is not a mask but the embeddings of the empty text, and its padding is zeros. All files are
+written by `torch.save` and may be gzipped. (Formats read in SimpleTuner bc8e6ab.)
 
-A name gives its hash, but a hash does not give its name: so the images' folder is needed.
+A hash does not reveal the name, so the folder of the images is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from latentcache.interop.readers import (
 )
 from latentcache.types import Crop, Geometry, Refusal, Size
 
-NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
+NOTE_DERIVED = "sizes inferred from the image: resized to cover the bucket, centre-cropped"
 NOTE_ORDER = "the recorded crop fits as (left, top) and as (top, left): the first was assumed"
 
 _TEXT_NAME = re.compile(r"[0-9a-f]{32}-(?P<arch>[a-z0-9_]+)\.pt")
@@ -54,14 +54,14 @@ _MAX_METADATA_BYTES = 1 << 30
 
 
 def latent_name(sample_id: str) -> str:
-    """The file of an image's latent, relative to the VAE cache's folder."""
+    """Path of an image's latent, relative to the VAE cache."""
     folder, _, name = sample_id.rpartition("/")
     stem = os.path.splitext(name)[0].encode("utf-8", "surrogateescape")
     return f"{folder}/{hashlib.sha256(stem).hexdigest()}.pt".lstrip("/")
 
 
 def text_name(caption: str, architecture: str = "sdxl") -> str:
-    """The file of a prompt's embeddings, relative to the text cache's folder."""
+    """Path of a prompt's embeddings, relative to the text cache."""
     return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-{architecture}.pt"
 
 
@@ -69,18 +69,24 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
     found = sorted({path.resolve() for folder in (images, root) for path in folder.glob(_METADATA_NAME)})
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise ConfigError(f"there are several metadata files ({names}); name the one of this dataset", key="metadata")
+        raise ConfigError(f"there are several metadata files ({names}); choose one with --metadata", key="metadata")
     return found[0] if found else None
 
 
 class SimpleTunerCache:
-    """The cache of the folder `images`, of which `root` is `cache_dir_vae`; `root` may hold the text cache too.
+    """The cache of the images in the folder `images`.
 
-    `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
-    by default the only one in the images' folder or in `root`. Without one the sizes are derived from the images.
-    The family follows from the names of texts. Raises DatasetError for folders that cannot be read, and ConfigError if
-    there are several metadata files, for a `family` that is not among those that are known here, and where it is not
-    given and there are texts of several.
+    Args:
+        root: The VAE cache (`cache_dir_vae`). It may also hold the text cache.
+        images: Folder of the images.
+        text_cache: Folder of the text cache, if it is not `root`.
+        metadata: `aspect_ratio_bucket_metadata_<id>.json`. Default: the only one in `images` or `root`; without any,
+            sizes are inferred from the images.
+        caption_extension: Suffix of the caption files.
+        family: The model family. Default: the one in the names of the text files.
+
+    Raises DatasetError for a folder that cannot be read, and ConfigError for several metadata files, an unsupported
+    `family`, or texts of several families if none is given.
     """
 
     format = "simpletuner"
@@ -104,7 +110,7 @@ class SimpleTunerCache:
         self._architecture = self._layout.architecture
 
     def items(self) -> Iterator[ForeignItem]:
-        """Images in the order of their samples, then texts. Files that belong to no sample are left alone."""
+        """Yield images in the order of their samples, then texts. Files that belong to no sample are ignored."""
         yield from self._images.refusals
         yield from self._latents()
         yield from self._texts()
@@ -119,7 +125,7 @@ class SimpleTunerCache:
             if len(sample_ids) == 1:
                 yield from refusing(sample_ids[0], self._latent(sample_ids[0], path))
             else:
-                detail = f"it may be of any of {', '.join(sample_ids)}: they have the same stem"
+                detail = f"it may be of {' or '.join(sample_ids)}: they have the same stem"
                 yield Refusal(sample_ids[0], path, "duplicate", detail)
 
     def _latent(self, sample_id: str, path: str) -> Iterator[ForeignImage]:
@@ -138,12 +144,12 @@ class SimpleTunerCache:
                 yield from refusing(sample_ids[0] if sample_ids else "", self._text(tuple(sample_ids), path, caption))
 
     def _text(self, sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
-        """The embeddings of either payload. Raises ForeignFileRefused."""
+        """The embeddings in a file, a dict or a tuple. Raises ForeignFileRefused."""
         content, fields = read_torch(path), self._family.fields
         if isinstance(content, tuple) and len(content) == len(fields) == 2:
             content = dict(zip(fields, content, strict=True))
         if not isinstance(content, dict) or not fields.keys() <= content.keys():
-            raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
+            raise corrupt(path, f"it holds a {type(content).__name__}, not the embeddings of a prompt")
         num_dimensions = 2 + len(fields["prompt_embeds"].features)
         embeds = tensor_in(content["prompt_embeds"], "prompt_embeds", path, ndim=num_dimensions)
         mask = content.get("attention_masks", content.get("attention_mask")) if self._layout.has_mask else None
@@ -157,45 +163,42 @@ class SimpleTunerCache:
 
 
 def _image_latents(family: Family, value: object, path: str) -> torch.Tensor:
-    """Latents [C, (1,) h, w] of a file, which have frames if the family's denoiser takes clips.
-
-    Raises ForeignFileRefused, also for several frames and for another number of channels.
-    """
+    """The latents [C, (1,) h, w] in a file. Raises ForeignFileRefused, also for several frames or wrong channels."""
     latents = tensor_in(value, "the latent", path, ndim=4 if family.has_clips else 3)
     if len(latents) != family.latent.channels:
-        channels = f"{len(latents)} channels, and those of {family.name} have {family.latent.channels}"
-        raise corrupt(path, f"its latents have {channels}: name its family (--family), if it is of another")
+        channels = f"{len(latents)} channels, but those of {family.name} have {family.latent.channels}"
+        raise corrupt(path, f"its latents have {channels}: give --family if the cache is of another family")
     if family.has_clips and latents.shape[1] != 1:
-        detail = f"it has {latents.shape[1]} latent frames: images alone are imported"
+        detail = f"it has {latents.shape[1]} latent frames: only still images can be imported"
         raise ForeignFileRefused(path, "unsupported-format", detail)
     return latents.unsqueeze(1) if family.latent.is_video and not family.has_clips else latents
 
 
 def _caption_rows(family: Family, embeds: torch.Tensor, mask: object, path: str) -> torch.Tensor:
-    """The rows of a caption's embeddings [1, L, ...] that are stored: all, or for most families those of its own text.
+    """The rows of a caption's embeddings [1, L, ...] to store: without padding, for families that do not keep it.
 
-    `mask` has a number for each row. Without one (None) padding is zeros. Raises ForeignFileRefused, also for zeros in
-    place of padding that the family's denoiser attends to: that is another recipe than diffusers'.
+    `mask` has a number for each row; if it is None, padding is zeros. Raises ForeignFileRefused, also if padding that
+    the denoiser attends to was zeroed, which diffusers does not do.
     """
     if len(embeds) != 1:
         raise corrupt(path, f"it holds {len(embeds)} captions; one is expected")
     rows: torch.Tensor = embeds[0]
     if keeps_padding(family.name):
         if not family.can_drop_padding and rows.any() and not rows[-1].any():
-            detail = f"its padding is zeros, which diffusers' {family.name} does not make: cache texts without a mask"
+            detail = f"its padding is zeros, unlike in diffusers' {family.name}: cache texts with unmasked padding"
             raise ForeignFileRefused(path, "unsupported-format", detail)
         return rows
     if mask is None:
         kept = rows.flatten(1).any(dim=1)
         return rows[: int(kept.nonzero().max()) + 1 if kept.any() else 0]
     if not isinstance(mask, torch.Tensor) or mask.numel() != len(rows):
-        said = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise corrupt(path, f"its mask is {said}, for {len(rows)} rows")
+        met = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise corrupt(path, f"its mask is {met}, for {len(rows)} rows")
     return rows[mask.flatten().bool()]
 
 
 class _Record(NamedTuple):
-    """The sizes of an image, and its crop in the record's own order."""
+    """The sizes of an image, and its crop in the order of the file."""
 
     original: Size
     resized: Size
@@ -203,7 +206,7 @@ class _Record(NamedTuple):
     crop: tuple[int, int]
 
     def crops(self) -> dict[bool, Crop]:
-        """The crops that lie inside the resized image, by whether they are recorded as (left, top)."""
+        """The readings of `crop` that lie inside the resized image: True reads it as (left, top)."""
         room = self.resized.height - self.target.height, self.resized.width - self.target.width
         found = {True: Crop(*self.crop[::-1]), False: Crop(*self.crop)}
         return {order: crop for order, crop in found.items() if crop.top <= room[0] and crop.left <= room[1]}
@@ -212,22 +215,22 @@ class _Record(NamedTuple):
 class RecordedSizes:
     """`aspect_ratio_bucket_metadata_<id>.json`: original, intermediary and target size, and crop, of each image.
 
-    Sizes are (width, height). The crop is (left, top) or (top, left), by release and way of cropping: the room for it
-    says which, that of this image or of others. A record whose crop has room in neither order is refused.
+    Sizes are (width, height). The crop is (left, top) or (top, left), depending on release and crop mode. The order is
+    inferred from the crops that fit in only one. A crop that fits in neither order is refused.
     """
 
     def __init__(self, path: Path | None, images: SourceImages):
-        """Records of images that are not there are left out; without a file there are none. Raises DatasetError."""
+        """Read the records of existing images; `path` None has none. Raises DatasetError."""
         try:
             content = {} if path is None else json.loads(read_file(path, _MAX_METADATA_BYTES))
         except (ValueError, RecursionError) as error:
-            detail = f"is no JSON document: {error}; leave it out to derive sizes from images"
+            detail = f"is not a JSON document: {error}; remove it to have sizes inferred from the images"
             raise DatasetError(str(path), detail) from error
         if not isinstance(content, dict):
             raise DatasetError(str(path), f"holds a {type(content).__name__}; it must map image paths to their sizes")
         sample_ids = images.samples.keys()
         found = [(_split(recorded, sample_ids), record) for recorded, record in content.items()]
-        # The images' folder when the cache was made. Equal file names alone are no proof: many folders have a `1.png`.
+        # The images' folder when the cache was made. An equal file name is not enough: many folders have a `1.png`.
         [(root, _)] = Counter(root for (root, sample_id), _ in found if sample_id).most_common(1) or [((), 0)]
         self._records = {sample_id: _record(record) for (at, sample_id), record in found if sample_id and at == root}
         crops = [record.crops() for record in self._records.values() if record is not None]
@@ -235,16 +238,16 @@ class RecordedSizes:
         self._order = orders.pop() if len(orders) == 1 else None
 
     def geometry(self, sample_id: str, size: Size, target: Size, path: str) -> tuple[Geometry, str | None]:
-        """The geometry of a latent for `target`, made from an image of `size`, and a note on what was derived.
+        """The geometry of a latent for `target`, made from an image of `size`, and a note on what was inferred.
 
-        Raises ForeignFileRefused if the record does not fit: the image was replaced, or the latent is an old one.
+        Raises ForeignFileRefused if the record does not match: the image was replaced, or the latent is outdated.
         """
         if sample_id not in self._records:
             return fit(size, target), NOTE_DERIVED
         record = self._records[sample_id]
         if record is None:
-            raise corrupt(path, f"the metadata of {sample_id} has no sizes and crop in integers")
-        if sorted(size) != sorted(record.original):  # some are recorded before the EXIF turn
+            raise corrupt(path, f"the metadata of {sample_id} has no integer sizes and crop")
+        if sorted(size) != sorted(record.original):  # some are recorded before the EXIF rotation
             detail = f"the image is {size} now, but was {record.original}"
             raise ForeignFileRefused(path, "changed", detail)
         crops = record.crops()
@@ -256,7 +259,7 @@ class RecordedSizes:
 
 
 def _split(recorded: str, sample_ids: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """A path that some machine recorded, as a folder and the sample_id below it, which is empty if there is none."""
+    """A path recorded on any system as (folder, sample_id below it). The sample_id is "" if no sample matches."""
     parts = (PureWindowsPath if "\\" in recorded else PurePosixPath)(recorded).parts
     for at in range(len(parts)):
         if (sample_id := "/".join(parts[at:])) in sample_ids:
@@ -265,7 +268,7 @@ def _split(recorded: str, sample_ids: Collection[str]) -> tuple[tuple[str, ...],
 
 
 def _record(value: Any) -> _Record | None:
-    """A record; None for anything else."""
+    """The record in a JSON value; None if it is not one."""
     names = {"original_size": 1, "intermediary_size": 1, "target_size": 1, "crop_coordinates": 0}
     values = value if isinstance(value, dict) else {}
     pairs = [pixel_pair(values.get(name), least) for name, least in names.items()]

@@ -1,8 +1,8 @@
-"""WebDataset: tar files whose members belong to one sample if their names are equal up to the first dot.
+"""WebDataset: tar files in which the members with the same name up to the first dot make up one sample.
 
 An export has `shard-000000.tar` and so on with `<number>.json`, `<number>.latents.npy`, `<number>.prompt_embeds.npy`
-and `<number>.pooled_prompt_embeds.npy`; further captions have `prompt_embeds_1.npy`, flipped latents
-`latents_flipped.npy`. `latentcache.json` says what the numbers are. It comes last: what lacks it is not whole.
+and `<number>.pooled_prompt_embeds.npy`. A second caption is `prompt_embeds_1.npy` and so on, and flipped latents are
+`latents_flipped.npy`. `latentcache.json` describes the tensors. It is written last: without it an export is incomplete.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from latentcache.utils.durable_files import typed_errors, write_all
 from latentcache.utils.json_document import to_bytes
 
 DESCRIPTION = "latentcache.json"
-NOTE_WIDER = "{0} was written as float32, which has all of its values: numpy has no {0}"
-NOTE_ROUNDED = "scaled latents were rounded to float16, in which they are stored: --dtype float32 keeps them"
+NOTE_WIDER = "{0} was written as float32, without loss: numpy has no {0}"
+NOTE_ROUNDED = "scaled latents were rounded to float16, the stored dtype: --dtype float32 avoids that"
 _DTYPES = (torch.float16, torch.float32)
 
 
 def held_families() -> list[str]:
-    """The families whose samples a shard can hold: it has no place for conditions, nor for ids of tokens."""
+    """The families that shards support: those without conditions and without token ids."""
     return [each.name for each in map(family_named, FAMILIES) if not (each.clip_condition or each.whole)]
 
 
@@ -52,19 +52,19 @@ def export(
 ) -> ExportReport:
     """Write the manifest `name` as WebDataset shards of about `shard_bytes` to `folder`, which must be new or empty.
 
-    Tensors keep their stored dtype, but bfloat16 becomes float32; with `dtype` (float16 or float32) all get that.
-    Latents are unscaled, unless `scaled`; of moments they are the mean. Memory holds one sample. Raises what `Export`
-    does, ConfigError, and StoreError if the folder is not empty.
+    Tensors keep their stored dtype, except that bfloat16 becomes float32; `dtype` (float16 or float32) converts all.
+    Latents are unscaled unless `scaled`, and the mean of stored moments. One sample is in memory at a time. Raises
+    what `Export` raises, ConfigError for another dtype, and StoreError if the folder is not empty.
     """
     if dtype not in (None, *_DTYPES):
-        raise ConfigError(f"dtype is {dtype}; webdataset has float16 and float32: numpy has no others", key="dtype")
+        raise ConfigError(f"dtype is {dtype}; webdataset supports float16 and float32", key="dtype")
     run = Export("webdataset", cache, name, folder, options, families=held_families(), takes=())
     folder = Path(folder)
     with typed_errors(folder, 0):
         if folder.exists() and not folder.is_dir():
-            raise StoreError(f"{folder}: is no folder. Shards are written to a new one: name another")
+            raise StoreError(f"{folder}: is not a folder. Shards are written to a new one: give another path")
         if folder.exists() and any(folder.iterdir()):
-            raise StoreError(f"{folder}: is not empty. Shards are written to a new folder: name another, or empty it")
+            raise StoreError(f"{folder}: is not empty. Shards are written to a new folder: give another, or empty it")
     outputs: set[str] = set()
     members = _members(run, scaled, dtype, outputs)
     num_samples = 0
@@ -80,7 +80,7 @@ def export(
                     member = tarfile.TarInfo(f"{num_samples:09}.{part}")
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
-                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
+                tar.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all, a kilobyte each
                 num_samples += 1
                 sample = next(members, None) if tar.offset < shard_bytes else None
     if num_samples:
@@ -91,11 +91,11 @@ def export(
 
 
 def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[str]) -> Iterator[dict[str, bytes]]:
-    """The members of each sample, by the name's second part; `outputs` collects what latents are of the posterior."""
+    """Yield the members of each sample, by name after the first dot. `outputs` collects `mean` or `sample`."""
     for sample in run.samples():
         if others := {name for _, text in sample.captions for name in text.tensors} - run.family.fields.keys():
             named = ", ".join(sorted(others))
-            detail = f"its texts have {named}, for which shards have no place: precache with encode.padding drop"
+            detail = f"its texts have {named}, which shards cannot hold: precache with `encode.padding: drop`"
             run.skip(sample.row, "unsupported-format", detail)
             continue
         arrays = _arrays(sample, run, scaled, dtype)
@@ -115,7 +115,7 @@ def _members(run: Export, scaled: bool, dtype: torch.dtype | None, outputs: set[
 
 
 def _arrays(sample: ExportSample, run: Export, scaled: bool, dtype: torch.dtype | None) -> dict[str, np.ndarray] | None:
-    """The sample's tensors by field. None, and reported, if a number is too large for the dtype."""
+    """The sample's tensors by field. None, and reported, if a value overflows the dtype."""
     [stored] = {tensor.dtype for tensor in sample.entry.tensors.values()}
     found: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
     for field, latents in (("latents", sample.latents), ("latents_flipped", sample.flipped)):
@@ -138,10 +138,10 @@ def _arrays(sample: ExportSample, run: Export, scaled: bool, dtype: torch.dtype 
 
 
 def _facts(sample: ExportSample, run: Export, scaled: bool, output: str) -> dict[str, Any]:
-    """The json of a sample."""
+    """The JSON member of a sample."""
     images = {f"latents{'_flipped' * ref.geometry.flip}": ref for ref in sample.row.images if ref.crop == 0}
     keys, flipped = {name: ref.key for name, ref in images.items()}, images.get("latents_flipped")
-    # Captions that were not encoded are texts all the same.
+    # Captions that were not encoded are written as text.
     texts = [caption for caption, _ in sample.captions] or [ref.text for ref in sample.row.captions]
     return {
         "sample_id": sample.row.sample_id,
@@ -158,7 +158,7 @@ def _facts(sample: ExportSample, run: Export, scaled: bool, output: str) -> dict
 
 
 def _description(run: Export, scaled: bool, num_samples: int, outputs: set[str]) -> dict[str, Any]:
-    """What the numbers are: the VAE, the scaling, the preparation, the text encoders."""
+    """What the tensors are: the VAE, the scaling, the preparation, the text encoders."""
     return {
         "format": "webdataset",
         "written_by": f"latentcache {latentcache.__version__}",

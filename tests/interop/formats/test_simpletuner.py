@@ -198,8 +198,8 @@ def test_the_order_of_a_crop_is_that_of_the_records_with_room_for_one(folders: A
         (record((64, 121), (64, 120), (64, 96), (0, 0)), "changed", "the image is 120x64 now, but was 121x64"),
         (record((64, 120), (64, 120), (64, 64), (0, 0)), "corrupt", "does not fit a latent for 96x64"),
         (record((64, 120), (64, 120), (64, 96), (30, 0)), "corrupt", "does not fit"),
-        (record((64, 120), (64, 120), (64, 96), (-1, 0)), "corrupt", "no sizes and crop in integers"),
-        ([1, 2], "corrupt", "no sizes"),
+        (record((64, 120), (64, 120), (64, 96), (-1, 0)), "corrupt", "no integer sizes and crop"),
+        ([1, 2], "corrupt", "no integer sizes"),
     ],
     ids=["replaced", "other-bucket", "crop-outside", "negative", "list"],
 )
@@ -217,8 +217,8 @@ ZERO_PADDED = torch.cat([torch.ones(1, 9, WIDTH), torch.zeros(1, 503, WIDTH)], d
 @pytest.mark.parametrize(
     ("family", "changed", "words"),
     [
-        ("flux", torch.ones(4, 8, 12), "4 channels, and those of flux have 16: name its family"),
-        ("wan", torch.ones(16, 3, 8, 12), "3 latent frames: images alone are imported"),
+        ("flux", torch.ones(4, 8, 12), "4 channels, but those of flux have 16: give --family"),
+        ("wan", torch.ones(16, 3, 8, 12), "3 latent frames: only still images"),
         ("qwen-image", torch.ones(16, 1, 8, 12), "it must be float32, float16 or bfloat16 with 3 dimensions"),
         ("qwen-image", {"attention_masks": torch.ones(1, 3)}, "its mask is [1, 3], for 8 rows"),
         ("qwen-image", {"prompt_embeds": torch.ones(2, 8, WIDTH)}, "it holds 2 captions"),
