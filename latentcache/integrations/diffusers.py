@@ -1,13 +1,13 @@
-"""What diffusers' SDXL training scripts and its SDXL pipelines take, out of the cache; and diffusers' SDXL itself.
+"""Cached inputs for diffusers' SDXL training scripts and pipelines, and the model parts that a trainer needs.
 
-The scripts are `train_text_to_image_sdxl.py` and `train_text_to_image_lora_sdxl.py` of diffusers' examples, as they
-were in August 2026. The names of a batch, its types, and how it is used are theirs.
+The scripts are `train_text_to_image_sdxl.py` and `train_text_to_image_lora_sdxl.py` in diffusers' examples, as of
+August 2026. Batches have the names and types that these scripts use.
 
-For a trainer of one's own, of any family: `load_denoiser` (of SDXL `load_unet`) and `load_scheduler` give the model of
-the config's `model` section, refusing what diffusers would accept with a warning; `check_fits` (of SDXL
-`check_conditioning`) says whether it takes what is cached; `validation_parts` what a ValidationRunner needs next to
-them; `NoiseSchedule` and `Family` the timesteps, the targets and the call of the denoiser; `check_controls` whether it
-is given the control images; `save_lora` and `lora_settings` are for what was trained.
+For your own trainer, of any family, `load_denoiser` (`load_unet` for SDXL) and `load_scheduler` load the model of the
+config's `model` section, and refuse what diffusers would accept with a warning. `check_fits` (`check_conditioning` for
+SDXL) checks that the denoiser fits the cached tensors, and `check_controls` that it gets the control images.
+`NoiseSchedule` and `Family` have the timesteps, the targets and the denoiser's call. `validation_parts` loads what else
+a ValidationRunner needs. `save_lora`, `load_lora` and `lora_settings` are for the trained weights.
 """
 
 from __future__ import annotations
@@ -65,32 +65,32 @@ __all__ = [
 ]
 
 SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}
-"""The names of the sizes in a batch of the scripts, and in LatentDataset."""
+"""Name of each size in the scripts' batches -> its name in LatentDataset."""
 
 
 def load_unet(path: str | Path | None = None, *, dtype: torch.dtype, model: ModelConfig | None = None) -> Any:
-    """SDXL's UNet at `path`, as `load_denoiser` loads it."""
+    """Load SDXL's UNet: `load_denoiser` for this family."""
     return load_denoiser(path, dtype=dtype, model=model, family=family_named("sdxl"))
 
 
 def check_conditioning(unet: Any, prompt_embeds_dim: int, pooled_dim: int) -> None:
-    """ModelError unless the UNet takes prompt_embeds [B, T, D] and pooled_prompt_embeds [B, P] of these D and P."""
+    """Raise ModelError unless the UNet takes prompt_embeds [B, T, D] and pooled_prompt_embeds [B, P] of these sizes."""
     shapes = dict(zip(TEXT_FIELDS, ((prompt_embeds_dim,), (pooled_dim,)), strict=True))
     check_fits(unet, family_named("sdxl"), shapes)
 
 
 class PrecomputedDataset(Dataset[Batch]):
-    """The `precomputed_dataset` of `train_text_to_image_sdxl.py`, from the cache: nothing is decoded or encoded.
+    """Cached items as the `precomputed_dataset` of `train_text_to_image_sdxl.py`: nothing is decoded or encoded.
 
-    An item is a dict of CPU tensors in `dtype`: `model_input` [C, h, w], scaled as the UNet expects it,
-    `prompt_embeds` [T, D], `pooled_prompt_embeds` [P]; and of pairs of integers (height or top first):
-    `original_sizes`, `crop_top_lefts`, `target_sizes`, which is the bucket. Every part of an item is that of its own
-    sample, in any order. float32 is the dtype of the script itself; the LoRA script computes in its `weight_dtype`.
+    An item has CPU tensors in `dtype`: `model_input` [C, h, w], scaled for the UNet, `prompt_embeds` [T, D] and
+    `pooled_prompt_embeds` [P]. It also has pairs of integers, height or top first: `original_sizes`, `crop_top_lefts`
+    and `target_sizes`, the bucket. All parts of an item belong to the same sample, in any order. The script itself uses
+    float32, the LoRA script its `weight_dtype`.
 
-    Each visit is a new draw from stored moments. With `data_loader`, whose sampler is that of `dataset`, the draws
-    follow from the seed, the epoch and the position; a plain item number draws with torch's global generator.
-    The script's `proportion_empty_prompts` is `LatentDataset(..., caption_dropout=...)`, drawn at each visit too.
-    Its loss counts all rows and places alike: items have neither the mask nor the `loss_weight` of their sample.
+    Stored moments are drawn from anew at each visit. With `data_loader` the draws depend on the seed, the epoch and
+    the position only. A plain index draws with torch's global generator. `LatentDataset(..., caption_dropout=...)`
+    replaces the script's `proportion_empty_prompts`, and is drawn at each visit too. The script's loss is unweighted,
+    so items have neither the mask nor the `loss_weight` of their sample.
     """
 
     def __init__(self, dataset: LatentDataset, *, dtype: torch.dtype = torch.float32):
@@ -105,7 +105,7 @@ class PrecomputedDataset(Dataset[Batch]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
-        """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
+        """The items of a batch in one read, for a DataLoader. Raises StoreError if they are in several buckets."""
         items = self.dataset.__getitems__(indices)
         return [self._item(item, index) for index, item in zip(indices, items, strict=True)]
 
@@ -122,15 +122,12 @@ class PrecomputedDataset(Dataset[Batch]):
 
 
 def collate(examples: Sequence[Batch]) -> Batch:
-    """A batch as the script's `collate_fn` makes it: tensors stacked, sizes as a list of tuples.
-
-    Raises StoreError, which names the sampler to use, for items of several buckets.
-    """
+    """Stack tensors and list sizes, as the script's `collate_fn` does. StoreError for items of several buckets."""
     buckets = {example["target_sizes"] for example in examples}
     if len(buckets) > 1:
         met = ", ".join(str(Size(*bucket)) for bucket in sorted(buckets))
         raise StoreError(
-            f"a batch has one bucket, but these samples lie in {met}: batch them with "
+            f"a batch has one bucket, but these samples are in {met}: batch them with "
             "latentcache.integrations.diffusers.data_loader or latentcache.loading.sampler.BucketBatchSampler"
         )
     batch: Batch = {name: torch.stack([each[name] for each in examples]) for name in ("model_input", *TEXT_FIELDS)}
@@ -146,34 +143,33 @@ def data_loader(
     seed: int = 0,
     num_workers: int = 0,
 ) -> DataLoader[Batch]:
-    """The scripts' `train_dataloader`: batches of one bucket each, for `accelerator.prepare` or alone.
+    """The scripts' `train_dataloader`: batches of one bucket each, for `accelerator.prepare` or on its own.
 
-    The n-th iteration is epoch n, in an order and with draws of its own. After a resume, `set_epoch` of what
-    `accelerator.prepare` returned, or of `batch_sampler`, says with which epoch to go on. Processes of accelerate get
-    equally many whole batches: some come twice at the end of an epoch, or, with `drop_last`, are left out. Batches may
-    be smaller than `batch_size` in the middle of an epoch; accelerate before 1.14 then needs `drop_last`.
+    The n-th iteration is epoch n, with its own order and draws. To resume, call `set_epoch` on what
+    `accelerator.prepare` returned, or on `batch_sampler`. Processes of accelerate get equally many whole batches: some
+    are repeated at the end of an epoch, or left out with `drop_last`. Batches may be smaller than `batch_size` in the
+    middle of an epoch. With accelerate before 1.14 this requires `drop_last`.
     """
     batches = BucketBatchSampler(dataset.dataset, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
     return DataLoader(dataset, batch_sampler=Epochs(batches), collate_fn=collate, num_workers=num_workers)
 
 
 class Epochs(Sampler[list[int]]):
-    """The batches of a BucketBatchSampler, epoch after epoch, in the form that accelerate distributes to processes.
+    """The batches of a BucketBatchSampler in a form that accelerate can share among processes. Counts epochs itself.
 
-    The scripts never call `set_epoch`, and accelerate looks for it in `sampler` where it has wrapped this one.
+    The scripts never call `set_epoch`. accelerate calls it on the `sampler` attribute of the batch sampler it wraps.
     """
 
     def __init__(self, batches: BucketBatchSampler):
         self._batches = batches
         self._epoch = batches.epoch
         self.drop_last = batches.drop_last
-        # Given a number, accelerate assumes that only the last batch is smaller; it would leave out others, and mix
-        # buckets.
+        # Given a number, accelerate assumes that only the last batch is smaller: it would drop batches and mix buckets.
         self.batch_size = batches.batch_size if batches.drop_last else None
 
     @property
     def sampler(self) -> Epochs:
-        """This sampler itself: accelerate sets the epoch on it."""
+        """This sampler itself, on which accelerate sets the epoch."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -184,7 +180,7 @@ class Epochs(Sampler[list[int]]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator: a DataLoader with workers creates two iterators and reads one, which must count once.
+        # A generator, so that only reading counts: a DataLoader with workers creates two iterators and reads one.
         self._batches.set_epoch(self._epoch)
         self._epoch += 1
         yield from self._batches
@@ -197,11 +193,11 @@ def time_ids(
     dtype: torch.dtype = torch.float32,
     resolution: int | None = None,
 ) -> torch.Tensor:
-    """SDXL's time ids of a batch, [B, 6]: original size, crop and target size, on the requesting device.
+    """SDXL's time ids of a batch, [B, 6]: original size, crop and target size, on `device`.
 
-    The target is the bucket, as SDXL was trained. With `resolution` it is (resolution, resolution), as the scripts'
-    `compute_time_ids` has it; the two are equal for square buckets of that resolution. The scripts have them in their
-    `weight_dtype`, but bfloat16 cannot hold every integer above 256.
+    The target is the bucket, as in SDXL's own training. With `resolution` it is (resolution, resolution), as in the
+    scripts' `compute_time_ids`; this is the same for square buckets of that resolution. The scripts use their
+    `weight_dtype`, but bfloat16 cannot represent every integer above 256.
     """
     targets = batch["target_sizes"] if resolution is None else [(resolution, resolution)] * len(batch["target_sizes"])
     sizes = zip(batch["original_sizes"], batch["crop_top_lefts"], targets, strict=True)
@@ -217,19 +213,23 @@ def prompt_kwargs(
     device: DeviceLike | DiffusionPipeline,
     dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The embeddings that any SDXL pipeline of diffusers takes in place of its prompts: `pipe(**prompt_kwargs(...))`.
+    """Cached embeddings that replace the prompts of any diffusers SDXL pipeline: `pipe(**prompt_kwargs(...))`.
+
+    Args:
+        cache: The cache with the prompts.
+        prompts: One text, or several.
+        negative: One text for all prompts, or one for each. None does what the pipeline does without a negative
+            prompt: zeros, or the empty prompt if its config has `force_zeros_for_empty_prompt` off.
+        device: Where the tensors go. A pipeline stands for the device and dtype of its UNet; it needs no text encoder.
+        dtype: Overrides the dtype.
 
     Returns `prompt_embeds` and `negative_prompt_embeds` [B, T, D], `pooled_prompt_embeds` and
-    `negative_pooled_prompt_embeds` [B, P] for B prompts (one string: B is 1), on the requesting device. A pipeline
-    stands for its UNet's device and dtype, and needs no text encoder. `negative` is one text for all, or one for each.
-    None is what the pipeline makes of no negative prompt: zeros, or the embeddings of the empty prompt where its
-    config has `force_zeros_for_empty_prompt` off.
-
-    Raises SampleError for a prompt that is not cached, ModelError for a pipeline whose UNet does not take them.
+    `negative_pooled_prompt_embeds` [B, P]. Raises SampleError for a prompt that is not cached, and ModelError for a
+    pipeline whose UNet does not fit.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
-        raise StoreError("prompts is empty; it must hold at least one text")
+        raise StoreError("prompts is empty; give at least one text")
     unet, requester = None, device
     if isinstance(device, DiffusionPipeline):
         unet = requester = _unet_of(device)
@@ -237,7 +237,7 @@ def prompt_kwargs(
             negative = ""
     negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
     if len(negatives) != len(texts):
-        raise StoreError(f"negative holds {len(negatives)} texts for {len(texts)} prompts; give one for each, or one")
+        raise StoreError(f"negative has {len(negatives)} texts for {len(texts)} prompts; give one, or one for each")
     found = [
         prompt_embeddings(cache, [text], other, device=requester, dtype=dtype)[0].tensors()
         for text, other in zip(texts, negatives, strict=True)
@@ -249,21 +249,21 @@ def prompt_kwargs(
 
 
 def _unet_of(pipeline: DiffusionPipeline) -> Any:
-    """The UNet that the pipeline denoises with. ModelError if it has none that is conditioned as SDXL's are."""
+    """The pipeline's UNet. ModelError if it has none, or one that is not conditioned like SDXL's."""
     unet = getattr(pipeline, "unet", None)
     if getattr(getattr(unet, "config", None), "addition_embed_type", None) != "text_time":
-        detail = f"{type(pipeline).__name__} has no UNet with addition_embed_type 'text_time', as SDXL's is"
-        raise ModelError(f"{detail}. Give an SDXL pipeline, or name a device.", part="unet")
+        detail = f"{type(pipeline).__name__} has no UNet with addition_embed_type 'text_time', as SDXL has"
+        raise ModelError(f"{detail}. Give an SDXL pipeline or a device.", part="unet")
     return unet
 
 
 def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
-    """The parts that a ValidationRunner of this config needs next to the UNet and its scheduler, on the CPU.
+    """The parts that a ValidationRunner of this config needs besides denoiser and scheduler, on the CPU.
 
-    They are the `vae`, to decode images or to encode what is not cached; and, where the cache lacks a sample of a
-    validation set or a prompt, both text encoders and tokenizers. Their dtypes are those of precache, which encodes on
-    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError, and
-    ConfigError for a config without a training set.
+    These are the `vae`, to decode images and to encode missing entries, and the text encoders and tokenizers if the
+    cache lacks a sample of a validation set or a prompt. Their dtypes are those that precache uses on `encode.device`,
+    so entries that validation adds get the same keys. Raises ModelError, and ConfigError for a config without a
+    training set.
     """
     device, models = device_named(config.encode.device), load_models(config.model, {})
     is_cached = _is_validation_cached(config, cache)
@@ -276,12 +276,12 @@ def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
 
 
 def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
-    """Whether the cache has all that validation reads."""
+    """Whether the cache has everything that validation reads."""
     names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
-    # The prompts of the training set: other sets in the cache may come from other text encoders.
+    # The training set's prompts: other sets in the cache may come from other text encoders.
     training = [dataset.name for dataset in config.datasets if dataset.role == "train"]
     if not training:
-        raise ConfigError("the config has no dataset with the role train, whose prompts validation reads")
+        raise ConfigError("the config has no dataset with `role: train`, and validation reads the prompts of one")
     own = cache.restricted(training[0])
     try:
         keys = {key for name in names for key in cache.manifest(name).rows.entry_keys(usable=True)}

@@ -170,6 +170,8 @@ def test_what_cannot_be_read_must_be_stated(setup: Make, pipeline: SimpleNamespa
     with pytest.raises(PipelineError, match=r"ScaleLatents: its setting 'factor' is a partial.*provenance=") as caught:
         with_module(setup(), scale(two))
     assert caught.value.module == "ScaleLatents"
+    with pytest.raises(PipelineError, match="setting 'factor' is inf"):
+        with_module(setup(), scale(float("inf")))
     for stated in ({"ScaleLatents": "v1"}, {"factor": 2.0}, {"latent_image": "twice"}):
         run = with_module(setup(changes={"provenance": stated}), scale(two))
         assert run.encoded["vae"] == NUM

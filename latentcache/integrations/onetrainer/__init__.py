@@ -1,10 +1,10 @@
-"""OneTrainer and mgds: `LatentCacheModule` in place of mgds' DiskCache.
+"""Plug-in for OneTrainer and mgds: `LatentCacheModule` replaces mgds' DiskCache.
 
     from latentcache.integrations import onetrainer
 
     undo = onetrainer.install(model=lambda: trainer.model)   # before trainer.start()
 
-mgds is imported when `LatentCacheModule` is first used. It is no dependency: OneTrainer has it.
+mgds is imported when `LatentCacheModule` is first used. It is not a dependency: OneTrainer brings it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOADERS = (
     "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
     "modules.dataLoader.StableDiffusionFineTuneVaeDataLoader",
 )
-"""OneTrainer's modules that make a DiskCache."""
+"""OneTrainer's modules that construct a DiskCache."""
 NAME = "DiskCache"
 _BASES = (
     ("mgds.PipelineModule", "PipelineModule"),
@@ -36,13 +36,13 @@ _BASES = (
 
 @functools.cache
 def module_class(pipeline_module: type, single_variation: type) -> type[CacheModule]:
-    """LatentCacheModule over these base classes: mgds' own, or those of a host with the same contract."""
+    """LatentCacheModule with these base classes: mgds' own, or those of a host with the same contract."""
     bases = (CacheModule, pipeline_module, single_variation)
     return type("LatentCacheModule", bases, {"__module__": __name__, "__doc__": CacheModule.__doc__})
 
 
 def _mgds_module_class() -> type[CacheModule]:
-    """LatentCacheModule over the base classes of the mgds that is installed. PipelineError if there is none."""
+    """LatentCacheModule with the base classes of the installed mgds. PipelineError if there is none."""
     return module_class(*(_attribute(_import(name, "mgds"), attribute) for name, attribute in _BASES))
 
 
@@ -55,11 +55,17 @@ def install(
 ) -> Callable[[], None]:
     """Make OneTrainer cache with `LatentCacheModule` from now on, and return a function that undoes it.
 
-    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model` is the model or a
-    function that gives it: after each refresh its parts are moved back and get their train modes back.
-    `cache_dir` replaces the folders that OneTrainer names, which it empties by default before training; all entries may
-    share it. `provenance` and `should_stop` are those of `LatentCacheModule`. Raises PipelineError if a loader cannot
-    be imported or has no DiskCache; then nothing was replaced.
+    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`.
+
+    Args:
+        model: The model, or a function that returns it. After each refresh its parts get back their devices and train
+            modes.
+        cache_dir: Replaces OneTrainer's own cache folders, which it empties by default before training. All caches and
+            runs may share one.
+        provenance: See `LatentCacheModule`.
+        should_stop: See `LatentCacheModule`.
+
+    Raises PipelineError, with nothing replaced, if a loader cannot be imported or has no DiskCache.
     """
     base, shared_dir = _mgds_module_class(), cache_dir
     settings = {"provenance": provenance, "should_stop": should_stop}
@@ -77,7 +83,7 @@ def install(
 
     def undo() -> None:
         for loader, original in originals.items():
-            if getattr(loader, NAME) is installed:  # else another call, or another program, has replaced it since
+            if getattr(loader, NAME) is installed:  # otherwise another call has replaced it since
                 setattr(loader, NAME, original)
 
     return undo
@@ -87,7 +93,7 @@ def _import(name: str, owner: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        detail = f"{name} cannot be imported ({error}). It belongs to {owner}: run this in {owner}'s environment"
+        detail = f"{name} cannot be imported ({error}). It is part of {owner}: run this in {owner}'s environment"
         raise PipelineError(detail + (", from OneTrainer's folder." if owner == "OneTrainer" else ".")) from error
 
 
@@ -95,8 +101,8 @@ def _attribute(module: ModuleType, name: str) -> Any:
     if not hasattr(module, name):
         has = ", but SmartDiskCache, which caches by content itself" if hasattr(module, "SmartDiskCache") else ""
         raise PipelineError(
-            f"it has no {name!r}{has}: this adapter was written for another release of it. Make the "
-            "LatentCacheModule yourself where the pipeline is put together.",
+            f"it has no {name!r}{has}: this adapter was written for another release. Construct a LatentCacheModule "
+            "yourself where the pipeline is built.",
             module=module.__name__,
         )
     return getattr(module, name)

@@ -1,10 +1,11 @@
-"""Modules of a pipeline as JSON: the class's name and the constructor's settings, with weights by their digests."""
+"""Modules of a pipeline as JSON: class name and constructor settings, with weights replaced by their digests."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -28,22 +29,21 @@ logger = logging.getLogger("latentcache")
 
 
 class _Unreadable(Exception):
-    """A value that cannot be written as JSON."""
+    """A value that has no JSON form."""
 
 
 def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """An upstream module as JSON.
+    """Describe an upstream module as JSON.
 
-    `provenance` states what cannot be read. Under the name of the class, or of one of the module's outputs, it stands
-    for the whole module; under the name of a setting, for that setting of every module. Raises PipelineError for a
-    setting that can neither be read nor is stated, and ModelError for weights that hold no values.
+    `provenance` states what cannot be inspected: under the name of the class or of an output the whole module, under
+    the name of a setting that setting of every module. Raises PipelineError for a setting that is neither readable nor
+    stated, and ModelError for weights without values.
     """
     name = class_name(module)
     for key in (name, *filter(None, module.get_outputs())):
         if key in provenance and name not in RECOGNISED:
             return {"class": name, "stated": provenance[key]}
-    # Of a recognised module only this setting has to be stated.
-    advice = "State what it is: provenance={{{!r}: 'version 1'}}, and another value whenever it gives other values."
+    advice = "State what it is: provenance={{{!r}: 'version 1'}}. Change the value whenever its outputs change."
     settings: dict[str, Any] = {}
     for setting, value in constructor_settings(module).items():
         if setting in provenance:
@@ -51,7 +51,7 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
             continue
         try:
             if value is MISSING:
-                raise _Unreadable(f"its constructor takes {setting!r} and does not keep it: its value is not known")
+                raise _Unreadable(f"its constructor takes {setting!r} but does not keep it, so its value is unknown")
             settings[setting] = _as_json(setting, value)
             if setting == "tokenizer" and getattr(module, "apply_chat_template", None) is not None:
                 settings["chat_template"] = _as_json(setting, value.chat_template)
@@ -67,17 +67,17 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_settings(name: str, value: Any) -> Any:
-    """The value of a concept's or the configuration's setting as JSON. PipelineError if it is none."""
+    """A setting of a concept or of the configuration as JSON. PipelineError if it has no JSON form."""
     try:
         return _as_json(name, value)
     except _Unreadable as error:
-        raise PipelineError(f"the value of {name!r} is {error}; it must be JSON") from error
+        raise PipelineError(f"the value of {name!r} is {error}") from error
 
 
 def _as_json(setting: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
-        if isinstance(value, float) and value != value:
-            raise _Unreadable("NaN")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _Unreadable(f"{value}, which cannot be written as JSON")
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, torch.nn.Module):
         return part_identity(setting, value)
@@ -112,16 +112,15 @@ def _container_as_json(setting: str, value: Any) -> Any:
     raise _Unreadable(f"a {type(value).__name__}, which cannot be written as JSON")
 
 
-# Functions: those that put a caption into a chat template, or map a value. What a function does is its code, the values
-# that it closes over, its defaults, and the globals that it names: of a module the functions and plain values that it
-# names there, unless the module is installed. Another release of Python compiles it to other code: its values are
-# cached again.
+# Functions put a caption into a chat template, or map a value. A function is identified by its code, its closure, its
+# defaults and the globals that it names. A module among these counts by the functions and plain values that are named
+# there, an installed one by its name. Another Python release compiles to other code, so values are cached again.
 
 
 def _function_json(setting: str, function: FunctionType, seen: tuple[FunctionType, ...] = ()) -> Any:
-    """A function of Python as JSON. _Unreadable for one that uses a value which is none."""
+    """A Python function as JSON. _Unreadable if it uses a value that has no JSON form."""
     if function in seen:
-        return {"again": seen.index(function)}  # it calls itself
+        return {"again": seen.index(function)}  # recursion
 
     used = {name for code in _codes(function.__code__) for name in code.co_names}
 
@@ -147,7 +146,7 @@ def _function_json(setting: str, function: FunctionType, seen: tuple[FunctionTyp
 
 
 def _used_of(module: ModuleType, names: set[str]) -> dict[str, Any]:
-    """What a function with these names may use of a module. Of an installed one nothing: its name stands for it."""
+    """What a function with these names may use of a module; nothing of an installed one, which counts by its name."""
     is_installed = {"site-packages", "dist-packages"} & set(PurePath(getattr(module, "__file__", None) or "").parts)
     if is_installed or module.__name__.partition(".")[0] in sys.stdlib_module_names:
         return {}
@@ -157,12 +156,12 @@ def _used_of(module: ModuleType, names: set[str]) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name in names
         and isinstance(value, FunctionType | ModuleType | bool | int | float | str)
-        and (not isinstance(value, ModuleType) or value.__name__.startswith(inside))  # others might lead back
+        and (not isinstance(value, ModuleType) or value.__name__.startswith(inside))  # others might form a cycle
     }
 
 
 def _contents(cell: CellType) -> Any:
-    """What a function closes over; the cell where that is not there yet, which is no JSON."""
+    """The content of a closure cell; the cell itself, which has no JSON form, while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -170,7 +169,7 @@ def _contents(cell: CellType) -> Any:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code, and that of the functions inside it."""
+    """The code, and the code of nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -184,7 +183,7 @@ def _code_json(code: CodeType) -> list[Any]:
 
 
 def _constant(value: Any) -> str:
-    """The order of a set's members differs from run to run."""
+    """A constant as text. The members of a set are sorted: their order differs from run to run."""
     members = sorted(map(repr, value)) if isinstance(value, frozenset) else value
     return f"{type(value).__name__} {members!r}"
 
@@ -193,22 +192,22 @@ def _constant(value: Any) -> str:
 
 
 _State = tuple[list[torch.Tensor], Any]
-"""Tensors of weights, which are kept so that no other object gets their ids, and what changes with them."""
+"""The weights, referenced so that no other object can reuse their ids, and their fingerprint."""
 _identities: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_State, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
-    """The identity of a part of a model: its class, its weights in the dtype that they have, its config.
+    """The identity of a part of a model: its class, its weights in their dtype, its config.
 
-    It is computed once, as long as parameters and buffers are the same objects and have the same versions, which torch
-    counts up with every change in place. Changes through `.data` are not counted, and not noticed.
+    It is cached as long as parameters and buffers are the same objects with the same versions, which torch increments
+    on every in-place change. Changes through `.data` do not increment them and are not detected.
     """
     weights = _weights(module)
     known = _identities.get(module)
     if known is not None and weights is not None and known[0][1] == weights[1]:
         return known[1]
     dtype = dtype_of(module) or torch.float32
-    # Of a VAE only the encoder counts, if it has one by that name.
+    # Only the encoder of a VAE counts, if it has one by that name.
     is_vae = part == "vae" and any(name.startswith("encoder.") for name in module.state_dict())
     names = VAE_WEIGHTS if is_vae else ("",)
     if hasattr(module, "config"):
@@ -218,7 +217,7 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
         identity = {"part": {"class_name": class_name(module), "weights": weights_digest(part, module, dtype, names)}}
     identity["dtype"] = str(dtype)
     if len({tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point()}) > 1:
-        # Rounded to one dtype they could be those of another module.
+        # Rounded to one dtype, they could equal those of another module.
         identity["as_stored"] = weights_digest(part, module, None, names)
     if hooks := _replaced_forwards(part, module):
         identity["hooked"] = hooks
@@ -228,7 +227,7 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _weights(module: torch.nn.Module) -> _State | None:
-    """The current state of the weights; None where torch counts no changes (inference tensors)."""
+    """The current state of the weights; None if torch does not count their changes (inference tensors)."""
     hooking = _hooking(module).values()
     tensors = [tensor for owner in (module, *hooking) for tensor in _tensors(owner)]
     tensors += [tensor for owner in hooking for tensor in _loose_tensors(owner).values()]
@@ -237,7 +236,7 @@ def _weights(module: torch.nn.Module) -> _State | None:
     config = getattr(module, "config", None)
     settings = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
     versions = [(id(tensor), tensor._version, tensor.dtype) for tensor in tensors]
-    # No weak references: torch cannot swap a parameter that has one, and some moves to a device swap parameters.
+    # Not weak references: torch cannot swap a parameter that has one, and some moves to a device swap parameters.
     return tensors, (versions, repr(settings), getattr(module, "use_tiling", False))
 
 
@@ -246,7 +245,7 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _hooking(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules whose method replaces the forward of a submodule: LoRA layers and extra embeddings of trainers."""
+    """Submodule name -> module whose method replaces its forward, such as a trainer's LoRA layer or extra embedding."""
     return {
         name: owner
         for name, child in module.named_modules()
@@ -269,6 +268,6 @@ def _replaced_forwards(part: str, module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _loose_tensors(owner: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors of a module that are not registered, such as a list of extra embeddings."""
+    """Tensors of a module that are neither parameters nor buffers, such as a list of extra embeddings."""
     values = {name: value for name, value in vars(owner).items() if name not in ("_parameters", "_buffers")}
     return dict(named_tensors(values, ""))

@@ -1,6 +1,6 @@
 """The items of a pipeline: how they are grouped, what identifies each, and the key under which its values are cached.
 
-Balancing, repeats, samples and variations are counted as mgds' VariationSorting does.
+Balancing, repeats, samples and variations are counted as in mgds' VariationSorting.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GetValue = Callable[[str, int], Any]
 
 @dataclass(frozen=True, slots=True)
 class GroupNames:
-    """The names under which a pipeline says how its items are grouped. Without `variations` all are one group."""
+    """The names of the values that group a pipeline's items. Without `variations` all items are one group."""
 
     variations: str | None
     balancing: str | None
@@ -47,21 +47,21 @@ class GroupNames:
     enabled: str | None
 
     def names(self) -> tuple[str, ...]:
-        """All of these names."""
+        """All names that are set."""
         names = (self.enabled, self.variations, self.balancing, self.balancing_strategy, *self.group)
         return tuple(name for name in names if name is not None)
 
 
 class Groups:
-    """Items that are counted together, in the order of their first items. An epoch takes some of each, in turn.
+    """Groups of items, in the order of their first items. Each epoch takes the next items of every group.
 
-    Strategy and balancing of a group are those of its first item. Raises PipelineError for a strategy that is neither
-    REPEATS nor SAMPLES.
+    The settings of a group are those of its first item. Raises PipelineError for an unknown strategy, or a number of
+    variations below 1.
     """
 
     def __init__(self, names: GroupNames, num_items: int, get_value: GetValue):
         self._groups: list[tuple[Sequence[int], int, int]] = []
-        """Input indices, outputs of an epoch, variations."""
+        """Input indices, outputs per epoch, variations."""
         if names.variations is None:
             self._groups += [(range(num_items), num_items, 1)] if num_items else []
             return
@@ -74,9 +74,9 @@ class Groups:
             asked = (names.variations, names.balancing, names.balancing_strategy)
             variations, balancing, strategy = (get_value(str(name), indices[0]) for name in asked)
             if strategy not in (REPEATS, SAMPLES):
-                raise PipelineError(f"{names.balancing_strategy} is {strategy!r}; it may be {REPEATS} or {SAMPLES}")
+                raise PipelineError(f"{names.balancing_strategy} is {strategy!r}; it must be {REPEATS} or {SAMPLES}")
             if not isinstance(variations, int) or variations < 1:
-                raise PipelineError(f"{names.variations} is {variations!r}; it is a number from 1")
+                raise PipelineError(f"{names.variations} is {variations!r}; it must be a whole number of at least 1")
             num_out = math.floor(len(indices) * balancing) if strategy == REPEATS else int(balancing)
             self._groups.append((indices, num_out, variations))
 
@@ -85,7 +85,7 @@ class Groups:
         return sum(num_out for _, num_out, _ in self._groups)
 
     def inputs(self, epoch: int) -> list[tuple[int, int]]:
-        """(variation, input index) of each output of this epoch, in order."""
+        """(variation, input index) of each output of an epoch, in order."""
         return [
             (position // len(indices) % variations, indices[position % len(indices)])
             for indices, num_out, variations in self._groups
@@ -97,11 +97,11 @@ class Groups:
 
 
 def file_digest(path: str, memo: MutableMapping[str, str]) -> tuple[str | None, Signature | None]:
-    """The digest and the signature of a file; (None, None) if there is none. OSError if it cannot be read.
+    """The digest and the signature of a file; (None, None) if it does not exist. Raises OSError if it is unreadable.
 
-    `memo` keeps the digest by path and signature. A file that was edited and got its old size and mtime back has
-    another ctime, which programs cannot set. Not noticed: a change on a file system without ctime, or with the clock
-    set back to the same nanosecond.
+    `memo` caches the digest by path and signature. An edited file that got back its old size and mtime has another
+    ctime, which programs cannot set. Undetected: a change on a file system without ctime, or with the clock set back
+    to the same nanosecond.
     """
     signature = signature_of(path)
     if signature is None:
@@ -116,7 +116,7 @@ def file_digest(path: str, memo: MutableMapping[str, str]) -> tuple[str | None, 
 
 
 def signature_of(path: str) -> Signature | None:
-    """It changes when the file does; None if there is no file."""
+    """The file's signature, which changes when the file does; None if there is no file."""
     try:
         return Signature.of(os.stat(path))
     except FileNotFoundError:
@@ -125,9 +125,9 @@ def signature_of(path: str) -> Signature | None:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item to cache: its key, and what the key follows from. `files` are (path, signature when it was read).
+    """One item to cache: its key, and what the key is computed from.
 
-    `passed` are the values that are passed through and not stored.
+    `files` are (path, signature at the time of reading). `passed` are the values that are passed through unstored.
     """
 
     variation: int
@@ -140,16 +140,16 @@ class Item:
 
     @property
     def name(self) -> str:
-        """For messages: the first file, else the text."""
+        """The first file or else the text, for messages."""
         return self.files[0][0] if self.files else repr(self.texts[0]) if self.texts else f"item {self.index}"
 
 
 class ItemReader:
-    """Reads each item (variation, input index) of a pipeline: its identity, and the key of its values of `names`.
+    """Reads the items (variation, input index) of a pipeline: the identity of each, and the key of its `names`.
 
-    The identity is made of: the modules that make the values, the bytes of the item's files, its texts, the settings of
-    its concept that those modules request, and the random numbers that they draw. A path is not part of it. The place
-    of an item counts only where a module draws random numbers for it, or may depend on the variation.
+    The identity consists of the modules that compute the values, the bytes of the item's files, its texts, the settings
+    of its concept that these modules request, and the random numbers that they draw. Paths are not part of it. The
+    position of an item matters only if a module draws random numbers for it or may depend on the variation.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ItemReader:
         ]
 
     def read(self, variation: int, index: int) -> Item:
-        """One item. Raises what reading its files and making its texts raises."""
+        """Read one item. Raises whatever its files and the modules before the cache raise."""
         passed = {each: each.value(variation, index) for each in self.upstream.passed}
         files: list[tuple[str, Signature | None]] = []
         file_digests: list[str | None] = []
@@ -209,7 +209,7 @@ class ItemReader:
         )
 
     def name_of(self, variation: int, index: int) -> str:
-        """The path of an item that could not be read, for messages; else its number."""
+        """The path or else the number of an item that could not be read, for messages."""
         paths = (*self.upstream.passed, *self.upstream.files)
         return str(paths[0].value(variation, index)) if paths else f"item {index}"
 
@@ -223,11 +223,11 @@ class ItemReader:
         )
 
     def _random_numbers(self, variation: int, index: int, settings: Mapping[ModuleInput, Any]) -> list[str]:
-        """What stands for the random numbers of the modules that draw some for this item."""
+        """The first random number of each module that draws some for this item, which determines the others."""
         numbers = []
         for module, names in self._drawing:
             values = {each.name: value for each, value in settings.items() if each.name in names}
-            if class_name(module) == "LoadVideo":  # only for a file with its extensions, in any case of letters
+            if class_name(module) == "LoadVideo":  # it draws only for files with its extensions, in any case
                 path = str(ModuleInput(module, module.path_in_name).value(variation, index))
                 draws = os.path.splitext(path)[1].lower() in module.supported_extensions
             else:
@@ -238,14 +238,14 @@ class ItemReader:
 
 
 def _depends_on_variation(module: Any) -> bool:
-    """Whether a module may give other values for another variation, apart from the random numbers of its place."""
+    """Whether a module's values may depend on the variation, apart from the random numbers of its position."""
     if class_name(module) == "SampleVAEDistribution":
-        return bool(module.mode != "mean")  # it draws from torch's global stream
+        return bool(module.mode != "mean")  # it draws from torch's global generator
     return class_name(module) not in RECOGNISED
 
 
 def _draws(module: Any, settings: Mapping[str, Any]) -> bool:
-    """Whether the module draws random numbers for an item with these settings. In doubt it does."""
+    """Whether the module draws random numbers for an item with these settings. If unsure, True."""
     name = class_name(module)
     if name not in DRAWS:
         return True

@@ -1,4 +1,4 @@
-"""The pipeline module that takes the place of mgds' DiskCache, over a store of content-addressed entries."""
+"""The pipeline module that replaces mgds' DiskCache, on top of a store of content-addressed entries."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ logger = logging.getLogger("latentcache")
 
 _MEMO_NAME = "onetrainer-values/2 "
 FOLDER = "latentcache"
-"""The store's folder in `cache_dir`, where DiskCache may have files of its own."""
+"""The store's folder in `cache_dir`, next to files that DiskCache may have there."""
 
 
 def _nothing() -> None:
-    """Takes the place of a function that was not given."""
+    """The default callback."""
 
 
 class CacheModule:
-    """A drop-in for `mgds.pipelineModules.DiskCache`. `onetrainer.LatentCacheModule` joins it to mgds' base classes.
+    """A drop-in for `mgds.pipelineModules.DiskCache`. `onetrainer.LatentCacheModule` adds mgds' base classes.
 
     The parameters up to `before_cache_fun` are those of DiskCache. `after_cache_fun` is called after encoding, also
-    after an error. `provenance` states what upstream modules are that cannot be described (JSON; see
-    `description.describe`). `should_stop` is called between items.
+    after an error. `provenance` (JSON; see `description.describe`) states what cannot be read from upstream modules.
+    `should_stop` is called between items.
     """
 
-    # From mgds: `pipeline`, `current_variation`, `_state`, `_get_previous_item`, `_get_previous_length`.
+    # Provided by mgds' base classes:
     pipeline: Any
     current_variation: int
     _state: Any
@@ -101,7 +101,7 @@ class CacheModule:
         self.should_stop = should_stop or (lambda: False)
         self.provenance = dict(provenance or {})
         if not self.split_names + self.aggregate_names:
-            raise PipelineError("split_names and aggregate_names are both empty: there is nothing to cache")
+            raise PipelineError("split_names and aggregate_names are both empty: name the values to cache")
         try:
             canonical_json(self.provenance)
         except (TypeError, ValueError) as error:
@@ -113,7 +113,7 @@ class CacheModule:
     # The interface of mgds' modules
 
     def length(self) -> int:
-        """Outputs of one epoch; before the first `start` the number of inputs."""
+        """Outputs per epoch; before the first `start`, the number of inputs."""
         if self._groups is None:
             return self._get_previous_length((self.split_names + self.aggregate_names)[0])
         return len(self._groups)
@@ -123,14 +123,14 @@ class CacheModule:
         return list(dict.fromkeys([*self.get_outputs(), *self._group_names.names()]))
 
     def get_outputs(self) -> list[str]:
-        """The names whose values this module gives."""
+        """The names whose values this module provides."""
         return self.split_names + self.aggregate_names
 
     def start(self, out_variation: int) -> None:
-        """Plan this epoch, and encode its missing items.
+        """Plan this epoch and encode its missing items.
 
-        `before_cache_fun` is called once if an item is missing, and `after_cache_fun` after it, also after an error.
-        Raises ItemsError, when all other items are stored, for items that cannot be cached; PipelineStopped; and
+        If any is missing, `before_cache_fun` is called once before, and `after_cache_fun` after, also after an error.
+        Raises ItemsError for items that cannot be cached, once all others are stored; PipelineStopped; and
         ReadOnlyError for a cache that cannot be written.
         """
         reader = self._item_reader()
@@ -151,15 +151,14 @@ class CacheModule:
             lines = tuple(f"{name}: {type(error).__name__}: {error}" for name, error in failures)
             raise ItemsError(lines, len(set(outputs)), detail) from failures[0][1]
         self._outputs = outputs
-        # Of an item only its key and what is passed through are kept: there may be a million items.
+        # Only the key and the passed values are kept: there may be a million items.
         self._items = {place: (item.key, item.passed) for place, item in items.items()}
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
-        """The values of an output of this epoch, tensors on the pipeline's device; never None.
+        """The values of one output of this epoch, tensors on the pipeline's device.
 
-        For one of `aggregate_names` the plain values are enough, else the whole entry is read. Raises StoreError for an
-        entry that was lost or damaged since `start`: the next one encodes it again. In the middle of an epoch the
-        trainer uses the model.
+        The whole entry is read, unless `requested_name` is a plain value. Raises StoreError for an entry that was lost
+        or damaged since `start`. Only the next `start` encodes it again: during an epoch the trainer uses the model.
         """
         place = self._outputs[index]
         key, passed = self._items[place]
@@ -171,11 +170,11 @@ class CacheModule:
                 values |= self._read(key)
         except (EntryDamagedError, EntryMissingError) as error:
             name = next(iter(passed.values()), f"item {place[1]}")
-            add_note(error, f"{name}: start the training again, from its last backup: it encodes this item again")
+            add_note(error, f"{name}: start the training again from its last backup. It encodes this item again.")
             raise
         return values
 
-    # Inside
+    # Internals
 
     @cached_property
     def _store(self) -> DiskStore:
@@ -190,22 +189,22 @@ class CacheModule:
         upstream = Upstream(self, names)
         if not upstream.files and not upstream.texts:
             raise PipelineError(
-                f"what {', '.join(names)} are made from is not known: no module of mgds before the cache gives a path "
-                f"or a text ({', '.join(sorted(PATHS.keys() | TEXTS))})"
+                f"the source of {', '.join(names)} is unknown: no mgds module before the cache provides a path or a "
+                f"text ({', '.join(sorted(PATHS.keys() | TEXTS))})"
             )
         return ItemReader(upstream, names, self.provenance, self._memo)
 
     def _grouped(self) -> Groups:
         if self._groups is None:
             num_items = self._get_previous_length(self._group_names.variations or self.get_outputs()[0])
-            # The values of concepts are those of variation 0, as in mgds.
+            # mgds too takes the concepts' values from variation 0.
             self._groups = Groups(self._group_names, num_items, partial(self._get_previous_item, 0))
         return self._groups
 
     def _plan(
         self, reader: ItemReader, outputs: Sequence[tuple[int, int]]
     ) -> tuple[dict[tuple[int, int], Item], list[Failure]]:
-        """The items of an epoch, and those whose files or texts cannot be read, with the reason."""
+        """The items of an epoch, and the failures of those whose files or texts cannot be read."""
         items: dict[tuple[int, int], Item] = {}
         failures: list[Failure] = []
         for place in dict.fromkeys(outputs):
@@ -225,7 +224,7 @@ class CacheModule:
         encode = on_current_device(torch.device(self.pipeline.device), partial(self._encode, reader))
         tidy = getattr(self, "_torch_gc", _nothing)  # mgds' modules have it
         encoding = ItemEncoding(self._store, self._state.executor, encode, self.should_stop, tidy)
-        # A training is not to end because somebody compacts its cache.
+        # Wait for a compaction by another process instead of ending the training.
         with self._store.lock("caching", shared=True, wait=True), own_random_streams(missing):
             try:
                 self.before_cache_fun()
@@ -236,13 +235,13 @@ class CacheModule:
         return encoding
 
     def _encode(self, reader: ItemReader, item: Item) -> Entry:
-        """The item's entry, from the modules before this one. It is called in a thread of the pipeline."""
+        """Compute the item's entry with the modules before this one, in a thread of the pipeline."""
         with torch.no_grad():
             names = [name for name in self.get_outputs() if name not in item.passed]
             values = {name: self._get_previous_item(item.variation, name, item.index) for name in names}
         changed = [path for path, signature in item.files if signature_of(path) != signature]
         if changed:
-            raise PipelineError(f"{changed[0]} changed while it was encoded; the next start reads it again")
+            raise PipelineError(f"{changed[0]} changed while it was encoded; the next start encodes it")
         record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
         fields = fields_of(values)
         if PLAIN_FIELD in fields:
@@ -250,7 +249,7 @@ class CacheModule:
         return Entry(record, fields)
 
     def _plain_values(self, key: str) -> dict[str, Any]:
-        """The values of an entry that are no tensors. The memo keeps them: of all items some are needed at once."""
+        """The values of an entry that are not tensors, from the memo if possible: all items' are requested at once."""
         text = self._memo.get(_MEMO_NAME + key)
         if text is None:
             [row] = self._store.rows([key])

@@ -1,12 +1,12 @@
 """What the values of a cache depend on: the modules before it, which are connected by names.
 
-mgds finds a value by its name, from the requesting module backwards, and goes further back where it finds None. The
-names that a module requests are those in its settings `..._name`, `..._names` and `..._map`, by mgds' custom, and those
-of `get_inputs()`. The walk ends at values that stand for themselves: files, texts, and the settings of concepts.
+mgds looks a value up by name, from the requesting module backwards, and continues after None. A module requests the
+names in its settings `..._name`, `..._names` and `..._map`, by mgds' convention, and those of `get_inputs()`. The walk
+ends at values that identify themselves: files, texts, and the settings of concepts.
 
-Modules of mgds are recognised by their class's name. All others are described by their class's name and the settings of
-their constructor. Their values are taken to depend on the variation and, as if they drew random numbers, on the
-position. A module's values must follow from these and from its inputs.
+Modules of mgds are recognised by class name. All others are described by class name and constructor settings, and are
+assumed to depend on the variation and to draw random numbers, hence on the position. A module's values must follow from
+these and from its inputs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from latentcache.utils.nested import named_leaves
 
 CONCEPTS = frozenset({"ConceptPipelineModule", "SettingsPipelineModule", "CollectPaths"})
-"""They give the user's settings. Each setting that is requested counts by its value."""
+"""Modules that provide the user's settings. Each requested setting counts by its value."""
 
 PATHS: Mapping[str, str] = {"CollectPaths": "path_out_name", "ModifyPath": "out_name"}
-"""They give paths of files, under the name in this setting. Files count by their bytes."""
+"""Modules that provide paths of files, and the setting with the name of the path. Files count by their bytes."""
 
 TEXTS = frozenset(
     {
@@ -29,10 +29,10 @@ TEXTS = frozenset(
         *("SelectInput", "SelectRandomText", "ShuffleTags"),
     }
 )
-"""They give texts, which cost reading a file of text. Texts count as they are."""
+"""Modules that provide texts, at the cost of reading a text file. Texts count as they are."""
 
 TEXT_VALUES = frozenset({("Tokenize", "in_name")})
-"""Settings of modules that request a text, from any module."""
+"""(module, setting) that requests a text, whichever module provides it."""
 
 DRAWS: Mapping[str, str] = {
     "AspectBucketing": "",
@@ -49,9 +49,9 @@ DRAWS: Mapping[str, str] = {
     "ScaleCropImage": "enable_crop_jitter_in_name",
     "SingleAspectCalculation": "",
 }
-"""They draw random numbers for a variation and an index: those with a setting here only if the value of that name is
-true, bucketing only among several resolutions, LoadVideo only for a file with one of its extensions (of others, which
-LoadImage reads, it gives None), and RandomLatentMaskRemove always."""
+"""Modules that draw random numbers by variation and index: those with a setting here if the value of that name is true,
+bucketing if there are several resolutions, LoadVideo for files with its extensions (for others, which LoadImage reads,
+it returns None), and RandomLatentMaskRemove always."""
 
 RECOGNISED = (
     CONCEPTS
@@ -67,7 +67,7 @@ RECOGNISED = (
         *("ShuffleFluxFillMaskChannels", "Tokenize"),
     }
 )
-"""Their values depend on the variation only through random numbers."""
+"""Modules whose values depend on the variation only through random numbers."""
 
 KEPT_AS: Mapping[tuple[str, str], str | None] = {
     ("EncodeLlamaText", "all_hidden_state_output_indices"): "max_hidden_state_output_index",
@@ -79,13 +79,13 @@ KEPT_AS: Mapping[tuple[str, str], str | None] = {
     ("SingleAspectCalculation", "target_resolution_in_name"): "target_resolutions_in_name",
     ("RandomLatentMaskRemove", "before_cache_fun"): None,
 }
-"""The attribute in which a constructor's parameter is kept, where it has another name; None: it is not used."""
+"""(module, constructor parameter) -> the attribute that keeps it, if it has another name; None if it has no effect."""
 
 CONSTANTS: Mapping[str, tuple[str, ...]] = {"AspectBucketing": ("all_possible_input_aspects",)}
-"""Attributes of classes that another release or a user may set otherwise, and that change a module's values."""
+"""Class attributes that affect a module's values and may differ between releases."""
 
 MISSING = object()
-"""The value of a parameter that the module does not keep."""
+"""Stands for a parameter that the module does not keep."""
 
 _NAME_SETTINGS = ("name", "names", "map")
 
@@ -96,10 +96,7 @@ def class_name(module: Any) -> str:
 
 
 def constructor_settings(module: Any) -> dict[str, Any]:
-    """The values that the module's constructor took, which the module keeps as `name` or `_name`; and its CONSTANTS.
-
-    The value of a parameter that the module does not keep is MISSING.
-    """
+    """The constructor arguments, as far as the module keeps them as `name` or `_name` (else MISSING), and CONSTANTS."""
     kind = class_name(module)
     found: dict[str, Any] = {}
     for parameter in list(inspect.signature(type(module).__init__).parameters.values())[1:]:
@@ -113,7 +110,7 @@ def constructor_settings(module: Any) -> dict[str, Any]:
 
 
 class ModuleInput(NamedTuple):
-    """A name, and the module that requests it: the nearest module before that one gives the value."""
+    """A name, and the module that requests it. The nearest module before that one provides the value."""
 
     module: Any
     name: str
@@ -126,8 +123,8 @@ class ModuleInput(NamedTuple):
 class Upstream:
     """What the values of `names`, requested by the module `cache`, depend on.
 
-    `modules` are in the pipeline's order; at the inputs `files`, `texts` and `settings` the walk ended. `passed` are
-    values that are passed through and not stored: paths, which are not part of an item's identity.
+    `modules` are in pipeline order. The walk ended at the inputs `files`, `texts` and `settings`. `passed` are paths:
+    they are passed through unstored, and are not part of an item's identity.
     """
 
     def __init__(self, cache: Any, names: Sequence[str]):
@@ -156,7 +153,7 @@ class Upstream:
         """Note a name that `module` requests in `setting`."""
         producers = self._producers(position, name)
         if not producers:
-            return  # a string that is no name, or a name that no module gives
+            return  # the string is not a name, or no module provides it
         producer = class_name(self._pipeline[producers[-1]])
         if producer in TEXTS or (class_name(module), setting) in TEXT_VALUES:
             inputs = self.texts
@@ -165,10 +162,10 @@ class Upstream:
         elif producer in CONCEPTS:
             inputs = self.settings
         else:
-            # All of them: where one gives None, mgds takes the value of the one before it.
+            # All of them: if one returns None, mgds takes the value of the one before it.
             self._needed.update(producers)
             return
-        # Where the cache would get the same value it requests it, so that inputs of several modules are read once.
+        # If the cache would get the same value, let it request it, so that an input of several modules is read once.
         found = ModuleInput(self._cache if producers == self._producers(self._end, name) else module, name)
         if found not in inputs:
             inputs.append(found)
@@ -186,7 +183,7 @@ class Upstream:
 
 
 def input_names(module: Any) -> Iterator[tuple[str, str]]:
-    """(setting, name) of each string that may be a name that the module requests; some are none."""
+    """Yield (setting, string) for each string that may be a name that the module requests. Not all are names."""
     settings = {
         setting: value
         for setting, value in vars(module).items()

@@ -1,6 +1,6 @@
-"""The values of items: encoded in the pipeline's own threads, stored as the fields of entries, and read back.
+"""The values of items: encoded in the pipeline's threads, stored as the fields of entries, and read back.
 
-Tensors are fields as they are, all other values of an item are one field of JSON.
+Each tensor is a field, and all other values of an item together are one JSON field.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ from latentcache.types import Entry
 from latentcache.utils.signals import uninterrupted
 
 PLAIN_FIELD = "plain_values"
-"""The field with the values that are no tensors: UTF-8 JSON, padded with spaces."""
+"""The field with the values that are not tensors: UTF-8 JSON, padded with spaces."""
 PADDING = 256
-"""Bytes to which the JSON is padded: entries of few different lengths are read together."""
+"""The JSON is padded to a multiple of this many bytes: entries of equal length are read together."""
 WINDOW = 32
-"""Items that the threads have at once. Finished ones wait in memory until it is their turn to be stored."""
+"""How many items are in flight. Finished ones wait in memory until it is their turn to be stored."""
 HOPELESS = 20
-"""After so many failures and no success the rest is not tried: then the items are not the cause."""
+"""After this many failures without a success, encoding stops: the items are not the cause."""
 CLAIM_WAIT_S = 0.2
-"""Between two looks whether another process has stored the items that it encodes."""
+"""Seconds between two checks whether another process has stored the items that it claimed."""
 TIDY_ITEMS = 250
-"""After so many items memory is freed, as mgds does."""
+"""How often memory is freed, in items, as in mgds."""
 
 Failure = tuple[str, Exception]
-"""An item, by a name for messages, and why it cannot be cached."""
+"""An item's name for messages, and why it cannot be cached."""
 _Waiting = deque[tuple[Item, Future[Entry]]]
 
 # Encoding
 
 
 class ItemEncoding:
-    """One refresh of a cache. Items that another process stores meanwhile are left to it.
+    """One refresh of a cache. Items that another process has claimed are left to it.
 
-    `failures` are the items that could not be encoded. `tidy` is called after every TIDY_ITEMS items, to free memory of
-    the device.
+    `failures` are the items that could not be encoded. `tidy` frees device memory, after every TIDY_ITEMS items.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class ItemEncoding:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether so many items failed, and none was encoded, that the rest is not tried."""
+        """Whether encoding stopped because HOPELESS items failed and none succeeded."""
         return not self.num_encoded and len(self.failures) >= HOPELESS
 
     def run(self, items: Sequence[Item]) -> None:
-        """Encode and store these items. Encoded ones are stored also after an error. Raises PipelineStopped."""
+        """Encode and store these items. After an error, finished ones are stored too. Raises PipelineStopped."""
         left, waiting = list(items), _Waiting()
         with (
             self._store.writer() as writer,
@@ -85,7 +84,7 @@ class ItemEncoding:
                 while left and self._goes_on():
                     theirs = self._encode_in_order(left, waiting, writer, bar)
                     if theirs:
-                        writer.seal()  # the other process may wait for what this one has
+                        writer.seal()  # the other process may be waiting for items of this one
                     if len(theirs) == len(left):
                         time.sleep(CLAIM_WAIT_S)
                     left = theirs
@@ -99,7 +98,7 @@ class ItemEncoding:
         return not (self._is_stopped or self.is_hopeless)
 
     def _encode_in_order(self, items: Sequence[Item], waiting: _Waiting, writer: Writer, bar: Any) -> list[Item]:
-        """Encode the items, WINDOW at a time, and return those that another process encodes now."""
+        """Encode the items, WINDOW at a time, and return those that another process is encoding."""
         theirs: list[Item] = []
         for start in range(0, len(items), WINDOW):
             window = items[start : start + WINDOW]
@@ -111,7 +110,7 @@ class ItemEncoding:
                     continue
                 if not self._goes_on():
                     return []
-                with uninterrupted():  # an item that a thread has must be in `waiting`
+                with uninterrupted():  # every submitted item must be in `waiting`
                     waiting.append((item, self._executor.submit(self._encode, item)))
                 if len(waiting) >= WINDOW:
                     self._take_first(waiting, writer, bar)
@@ -120,7 +119,7 @@ class ItemEncoding:
         return theirs
 
     def _finish(self, waiting: _Waiting, writer: Writer) -> None:
-        """Wait for the threads, which must not use models that are moved, and store what they had begun."""
+        """Store what the threads had begun. They must be done before the caller moves the models."""
         for _, future in waiting:
             future.cancel()
         wait([future for _, future in waiting])
@@ -130,13 +129,13 @@ class ItemEncoding:
 
     def _take_first(self, waiting: _Waiting, writer: Writer, bar: Any) -> None:
         self._take(*waiting[0], writer)
-        waiting.popleft()  # only now: Ctrl-C may come during the wait for the item
+        waiting.popleft()  # last, because Ctrl-C may interrupt the wait for the item
         bar.update()
 
     def _take(self, item: Item, future: Future[Entry], writer: Writer) -> None:
         try:
             entry = future.result()
-        except Exception as error:  # the pipeline's modules may raise anything; the caller raises it at the end
+        except Exception as error:  # the pipeline's modules may raise anything; `start` raises it at the end
             self.failures.append((item.name, error))
             writer.release([item.key])
             return
@@ -148,9 +147,9 @@ class ItemEncoding:
 
 @contextmanager
 def own_random_streams(items: Iterable[Item]) -> Iterator[None]:
-    """Random streams for the encoding of these items, which their keys seed.
+    """Seed the global random generators from the items' keys, and restore them afterwards.
 
-    Afterwards the streams of the training are as before: it draws the same numbers on a cold and on a warm cache.
+    So a training draws the same numbers on a cold and on a warm cache.
     """
     streams = RandomStreams()
     try:
@@ -164,7 +163,7 @@ def own_random_streams(items: Iterable[Item]) -> Iterator[None]:
 
 
 def on_current_device(device: torch.device, encode: Callable[[Item], Entry]) -> Callable[[Item], Entry]:
-    """`encode` for other threads, on the calling thread's current device: torch keeps it for each thread."""
+    """Wrap `encode` for other threads: torch's current device, set per thread, is that of the calling thread."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(module, "set_device"):
         return encode
@@ -183,22 +182,22 @@ def on_current_device(device: torch.device, encode: Callable[[Item], Entry]) -> 
 def fields_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The fields of an entry with these values, on the CPU.
 
-    A value is a tensor, or plain: bool, int, float, str, or a tuple, list or dict (with keys of str) of these and None.
+    A value is a tensor or plain: bool, int, float, str, or a tuple, list or dict (with str keys) of these and None.
     Raises PipelineError for anything else, and for tensors with NaN or Inf.
     """
     fields: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
     for name, value in values.items():
         if value is None:
-            raise PipelineError(f"the pipeline gives nothing (None) for {name!r}, which cannot be cached")
+            raise PipelineError(f"the pipeline returned None for {name!r}, which cannot be cached")
         if not isinstance(value, torch.Tensor):
             plain[name] = _encoded(name, value)
             continue
         if not is_field(name) or name == PLAIN_FIELD:
-            raise PipelineError(f"{name!r} cannot name a tensor: use letters, digits and _ . - only")
+            raise PipelineError(f"{name!r} cannot name a tensor: use only letters, digits and _ . -")
         tensor = value.detach().to("cpu").contiguous()
         if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
-            raise PipelineError(f"{name!r} holds NaN or Inf; an encoder that overflows needs another dtype")
+            raise PipelineError(f"{name!r} has NaN or Inf; if the encoder overflows, use another dtype")
         fields[name] = tensor
     if plain or not fields:
         data = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode("ascii")
@@ -208,19 +207,19 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def values_of(fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The inverse of `fields_of`: tensors on the CPU, other values with the types that they had."""
+    """The inverse of `fields_of`: tensors on the CPU, other values with their original types."""
     values: dict[str, Any] = dict(fields)
     data = values.pop(PLAIN_FIELD, None)
     return values if data is None else values | plain_values(data.numpy().tobytes())
 
 
 def plain_values(data: str | bytes) -> dict[str, Any]:
-    """The values in the JSON of an entry's PLAIN_FIELD, with the types that they had."""
+    """The values in the JSON of an entry's PLAIN_FIELD, with their original types."""
     return {name: _decoded(value) for name, value in json.loads(data).items()}
 
 
 def _encoded(name: str, value: Any) -> Any:
-    """A plain value as JSON: containers are objects with one key, which names their type."""
+    """A plain value as JSON: a container is an object whose only key names its type."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (tuple, list):
@@ -228,7 +227,7 @@ def _encoded(name: str, value: Any) -> Any:
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": [[key, _encoded(name, item)] for key, item in value.items()]}
     raise PipelineError(
-        f"{name!r} is a {type(value).__name__}: a tensor can be cached, and numbers, strings, tuples, lists and dicts"
+        f"{name!r} is a {type(value).__name__}; only tensors, numbers, strings, tuples, lists and dicts can be cached"
     )
 
 
