@@ -65,16 +65,9 @@ def import_cache(
 
     Scaled latents are unscaled in float32 and stored in float32. Unscaled latents and embeddings keep their dtype. An
     export writes the same values again, to within the last bit of a float32. Entries stay unverified, and precache
-    replaces them. An earlier import of that name is replaced, unless nothing could be imported this time.
-
-    Args:
-        foreign: The cache to read.
-        workspace: Where entries and manifest are stored.
-        name: Name of the manifest.
-        dataset: Its role, repeats and loss_weight are those of the manifest.
-        scale_check: False skips the check of the latents' scale, for a VAE other than the family's published one.
-        verification: Encodes entries again and notes in the report how they differ.
-        progress: Where progress is shown.
+    replaces them. A `verification` only notes in the report how they differ from encoded ones. An earlier import of
+    that name is replaced, unless nothing could be imported this time. The manifest gets the role, repeats and
+    loss_weight of `dataset`. `scale_check` False is for a VAE other than the family's published one.
 
     Raises StoreError if precache made the manifest of that name or the foreign cache is empty, and DatasetError if the
     latents are not scaled as the format claims. In both cases nothing is imported.

@@ -283,11 +283,9 @@ class SourceImages:
         """By sample_id, in the folder's order."""
         self.by_caption: dict[str, list[str]] = {"": []}
         """Each caption -> the samples that have it. The empty caption is always the first."""
-        self.refusals: list[Refusal] = []
-        """Images and folders that cannot be used."""
+        self.refused: dict[str, Refusal] = {}
+        """Images and folders that cannot be used, by sample_id."""
         self._by_stem: dict[str, list[str]] = {}
-        self._refused: dict[str, Refusal] = {}
-        """By the path without suffix."""
         if folder is None:
             return
         if not os.path.isdir(folder):
@@ -297,13 +295,11 @@ class SourceImages:
             raise ConfigError(message, key="caption_extension")
         self._source = CaptionFileSource(os.path.abspath(folder), caption_extension)
         for sample in self._source.samples():
-            stem = os.path.splitext(sample.sample_id)[0]
+            self._by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
             if isinstance(sample, Refusal):
-                self.refusals.append(sample)
-                self._refused[stem] = sample
+                self.refused[sample.sample_id] = sample
                 continue
             self.samples[sample.sample_id] = sample
-            self._by_stem.setdefault(stem, []).append(sample.sample_id)
             for caption in sample.captions:
                 self.by_caption.setdefault(caption, []).append(sample.sample_id)
 
@@ -313,9 +309,11 @@ class SourceImages:
         Raises ForeignFileRefused if there is such an image, but it cannot be used.
         """
         found = self._by_stem.get(stem, [])
-        if not found and (refused := self._refused.get(stem)) is not None:
+        usable = [sample_id for sample_id in found if sample_id in self.samples]
+        if found and not usable:
+            refused = self.refused[found[0]]
             raise ForeignFileRefused(path, refused.reason, f"its image cannot be used: {refused.detail}")
-        return found
+        return usable
 
     def size(self, sample_id: str) -> Size:
         """Size of a sample's image after the EXIF rotation. Raises ImageRefused if it cannot be read."""

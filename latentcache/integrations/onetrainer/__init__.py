@@ -28,10 +28,8 @@ LOADERS = (
 )
 """OneTrainer's modules that construct a DiskCache."""
 NAME = "DiskCache"
-_BASES = (
-    ("mgds.PipelineModule", "PipelineModule"),
-    ("mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule", "SingleVariationRandomAccessPipelineModule"),
-)
+_BASES = ("mgds.PipelineModule", "mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule")
+"""Modules of mgds, each with a class of the same name."""
 
 
 @functools.cache
@@ -43,7 +41,7 @@ def module_class(pipeline_module: type, single_variation: type) -> type[CacheMod
 
 def _mgds_module_class() -> type[CacheModule]:
     """LatentCacheModule with the base classes of the installed mgds. PipelineError if there is none."""
-    return module_class(*(_attribute(_import(name, "mgds"), attribute) for name, attribute in _BASES))
+    return module_class(*(_attribute(_import(name, "mgds"), name.rpartition(".")[2]) for name in _BASES))
 
 
 def install(
@@ -55,17 +53,11 @@ def install(
 ) -> Callable[[], None]:
     """Make OneTrainer cache with `LatentCacheModule` from now on, and return a function that undoes it.
 
-    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`.
-
-    Args:
-        model: The model, or a function that returns it. After each refresh its parts get back their devices and train
-            modes.
-        cache_dir: Replaces OneTrainer's own cache folders, which it empties by default before training. All caches and
-            runs may share one.
-        provenance: See `LatentCacheModule`.
-        should_stop: See `LatentCacheModule`.
-
-    Raises PipelineError, with nothing replaced, if a loader cannot be imported or has no DiskCache.
+    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model` is the model, or a
+    function that returns it: after each refresh its parts get back their devices and train modes. `cache_dir` replaces
+    OneTrainer's own cache folders, which it empties by default before training; all caches and runs may share one.
+    `provenance` and `should_stop` are those of `LatentCacheModule`. Raises PipelineError, with nothing replaced, if a
+    loader cannot be imported or has no DiskCache.
     """
     base, shared_dir = _mgds_module_class(), cache_dir
     settings = {"provenance": provenance, "should_stop": should_stop}

@@ -386,7 +386,13 @@ def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Ex
     if layout.has_resolutions:
         num_tokens = entry.record.provenance.get("num_tokens")
         run.report.note(NOTE_MASK_UNKNOWN if num_tokens is None else None)
-        arrays = _flux_arrays(embeds, pooled.to(embeds.dtype), num_tokens)
+        arrays = {
+            "l_pooled": pooled.to(embeds.dtype).numpy(),
+            "t5_out": embeds.contiguous().numpy(),
+            "txt_ids": np.zeros((len(embeds), 3), np.float32),
+            _MASK: (np.arange(len(embeds)) < (len(embeds) if num_tokens is None else num_tokens)).astype(np.int64),
+            _FLAG: np.array(False),
+        }
     else:
         # The second encoder's hidden states are as wide as its pooled output.
         width = embeds.shape[1] - pooled.shape[0]
@@ -430,14 +436,3 @@ def _npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub confuses the arrays with `allow_pickle`
     return file.getvalue()
-
-
-def _flux_arrays(embeds: torch.Tensor, pooled: torch.Tensor, num_tokens: int | None) -> dict[str, np.ndarray]:
-    length = len(embeds)
-    return {
-        "l_pooled": pooled.numpy(),
-        "t5_out": embeds.contiguous().numpy(),
-        "txt_ids": np.zeros((length, 3), np.float32),
-        _MASK: (np.arange(length) < (length if num_tokens is None else num_tokens)).astype(np.int64),
-        _FLAG: np.array(False),
-    }

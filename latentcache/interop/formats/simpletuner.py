@@ -60,7 +60,7 @@ def latent_name(sample_id: str) -> str:
     return f"{folder}/{hashlib.sha256(stem).hexdigest()}.pt".lstrip("/")
 
 
-def text_name(caption: str, architecture: str = "sdxl") -> str:
+def text_name(caption: str, architecture: str) -> str:
     """Path of a prompt's embeddings, relative to the text cache."""
     return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-{architecture}.pt"
 
@@ -76,17 +76,11 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
 class SimpleTunerCache:
     """The cache of the images in the folder `images`.
 
-    Args:
-        root: The VAE cache (`cache_dir_vae`). It may also hold the text cache.
-        images: Folder of the images.
-        text_cache: Folder of the text cache, if it is not `root`.
-        metadata: `aspect_ratio_bucket_metadata_<id>.json`. Default: the only one in `images` or `root`; without any,
-            sizes are inferred from the images.
-        caption_extension: Suffix of the caption files.
-        family: The model family. Default: the one in the names of the text files.
-
-    Raises DatasetError for a folder that cannot be read, and ConfigError for several metadata files, an unsupported
-    `family`, or texts of several families if none is given.
+    `root` is `cache_dir_vae`, and `text_cache` the folder of the text cache if it is another one. `metadata` is
+    `aspect_ratio_bucket_metadata_<id>.json`. It defaults to the only one in `images` or `root`; without any, sizes are
+    inferred from the images. `family` defaults to the one in the names of the texts. Raises DatasetError for a folder
+    that cannot be read, and ConfigError for several metadata files, an unsupported `family`, or texts of several
+    families if none is given.
     """
 
     format = "simpletuner"
@@ -107,11 +101,10 @@ class SimpleTunerCache:
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
         self.family = chosen_family(family, self._folders, _TEXT_NAME, self.format)
         self._family, self._layout = family_named(self.family), layouts_of(self.format)[self.family]
-        self._architecture = self._layout.architecture
 
     def items(self) -> Iterator[ForeignItem]:
         """Yield images in the order of their samples, then texts. Files that belong to no sample are ignored."""
-        yield from self._images.refusals
+        yield from self._images.refused.values()
         yield from self._latents()
         yield from self._texts()
 
@@ -138,7 +131,7 @@ class SimpleTunerCache:
 
     def _texts(self) -> Iterator[ForeignItem]:
         for caption, sample_ids in self._images.by_caption.items():
-            paths = [os.path.join(folder, text_name(caption, self._architecture)) for folder in self._folders]
+            paths = [os.path.join(folder, text_name(caption, self._layout.architecture)) for folder in self._folders]
             path = next(filter(os.path.lexists, paths), None)
             if path is not None:
                 yield from refusing(sample_ids[0] if sample_ids else "", self._text(tuple(sample_ids), path, caption))
