@@ -1,15 +1,15 @@
-"""The cache in OneTrainer's pipeline against mgds' DiskCache: one sample, a warm epoch, a warm start, and filling.
+"""Compare latentcache in OneTrainer's pipeline with mgds' DiskCache: one sample, a warm epoch, a warm start, filling.
 
-    python scripts/bench_onetrainer.py              # a table; a minute, 1 GB of disk
+    python scripts/bench_onetrainer.py              # a table; takes a minute and 1 GB of disk
     python scripts/bench_onetrainer.py --json       # one document
     python scripts/bench_onetrainer.py --tiny       # for correctness only
 
-Needs a clone of the project: the pipelines' host is that of the tests. Where mgds can be imported (installed, or its
-`src` named in MGDS_SRC) both caches run in mgds' own pipeline. Elsewhere this one runs alone, in the tests' host.
+Needs a clone of the project, because the pipelines' host belongs to the tests. If mgds can be imported (installed, or
+with its `src` in MGDS_SRC), both caches run in mgds' own pipeline. Otherwise only latentcache runs, in the tests' host.
 
-Samples are those of SDXL at 1024x1024 in float16, 450 KB each; encoders hand out values that they made before. All
-files are in the page cache. The methods take turns in each round; figures are medians, with the least and the greatest.
-An epoch is its start and the reading of all items one by one, through the sorting modules. Filling is measured once.
+Samples are of SDXL at 1024x1024 in float16, 450 KB each, and encoders return random values. All files are in the page
+cache. The methods alternate in each round; figures are medians, with minimum and maximum. An epoch is its start and
+reading all items one by one through the sorting modules. Filling is measured once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SPLIT = {
 AGGREGATE = {"image": ["crop_resolution", "image_path"], "text": []}
 GROUP = ["concept.path", "concept.seed", "concept.include_subdirectories"]
 SETTLED_S = 2.5
-"""Digests of files that are younger than two seconds are not remembered."""
+"""Digests of files younger than two seconds are not cached."""
 WANTED_SPEEDUP = {"get_item": 5, "epoch": 2, "warm_start": 0.9, "fill": 0.9}
 
 Values = Mapping[str, Any]
@@ -75,7 +75,7 @@ def sample_values(number: int, scale: int) -> Values:
 
 def encoder_class(host: SimpleNamespace) -> type:
     class BenchEncoder(host.PipelineModule, host.RandomAccessPipelineModule):  # type: ignore[misc,name-defined]
-        """In place of an encoder: the values of the sample whose file or text has this content."""
+        """Stands for an encoder: returns the values of the sample with the number in its file name or text."""
 
         def __init__(self, in_name: str, out_names: list[str], scale: int):
             super().__init__()
@@ -100,7 +100,7 @@ def encoder_class(host: SimpleNamespace) -> type:
 
 
 class Bench:
-    """One pipeline for each cache over the same folder, each warm."""
+    """A warm pipeline for each cache, over the same folder."""
 
     def __init__(self, folder: Path, num_samples: int, scale: int):
         self.folder, self.num_samples, self.scale = folder, num_samples, scale
@@ -175,7 +175,7 @@ class Bench:
         return made
 
     def start(self, name: str, pipeline: Any) -> float:
-        """Start an epoch. Returns the seconds of it that the caches took."""
+        """Start an epoch, and return the seconds that the caches took."""
         seconds, start = [0.0], self.classes[name].start
 
         def timed(cache: Any, epoch: int) -> None:
@@ -186,26 +186,26 @@ class Bench:
         return seconds[0]
 
     def get_items(self, name: str) -> None:
-        """Image and text of each sample, straight from the caches."""
+        """Read image and text of each sample directly from the caches."""
         image, text = self.pipelines[name].caches
         for index in range(self.num_samples):
             image.get_item(index, "latent_image")
             text.get_item(index, "tokens_1")
 
     def epoch(self, name: str) -> None:
-        """Start, and read every item."""
+        """Start an epoch and read every item."""
         self.pipelines[name].start_next_epoch()
         num_items = sum(1 for _ in self.pipelines[name])
         assert num_items == self.num_samples, f"{name}: an epoch has {num_items} items"
 
     def warm_start(self, name: str) -> float:
-        """Seconds of the caches' start in a new pipeline, which opens the cache and plans."""
+        """Seconds that the caches take to start in a new pipeline, which opens the cache and plans."""
         return self.start(name, self.pipeline(name))
 
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     num_samples, scale = (6, 16) if options.tiny else (1000, 1)
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar for each start
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars
         bench = Bench(folder, num_samples, scale)
         names = list(bench.classes)
         for name in names:

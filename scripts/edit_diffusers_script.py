@@ -1,10 +1,10 @@
 """Edit a copy of diffusers' train_text_to_image_sdxl.py or train_text_to_image_lora_sdxl.py to train from a cache.
 
 `python scripts/edit_diffusers_script.py train_text_to_image_lora_sdxl.py cache/mine photos > train_from_cache.py`
-takes out what decodes and encodes images and captions, and puts in the samples of the manifest `photos`. It changes
-whole lines, which it finds by what they say. Where a release of diffusers has other lines it writes nothing, says
-which one it misses, and exits with 2. The edited script takes the arguments that it took before; of those about the
-dataset it uses none, but still asks for one: give `--train_data_dir .`.
+replaces the code that decodes and encodes images and captions by the samples of the manifest `photos`. It replaces
+whole lines, which it finds by their text. If a release of diffusers has other lines, it writes nothing, names the line
+that it cannot find, and exits with 2. The edited script takes the same arguments. It ignores those about the dataset,
+but still requires one: give `--train_data_dir .`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace the lines from `first` up to, but without, `end` by `text`. Both are whole lines, with indentation."""
+    """Replace the lines from `first` up to, but not including, `end` with `text`. Both are whole, indented lines."""
 
     first: str
     end: str
@@ -29,7 +29,7 @@ STEPS = "    # Scheduler and math around the number of training steps."
 TIME_IDS = Edit(
     "                # time ids",
     "                # Predict the noise residual",
-    "                # The bucket is the target size: (args.resolution, args.resolution) is that of square ones only.\n"
+    "                # The target size is the bucket: (args.resolution, args.resolution) only if it is square.\n"
     "                add_time_ids = time_ids(batch, device=accelerator.device)\n\n",
 )
 IMPORTS = """    from latentcache import LatentDataset
@@ -62,9 +62,9 @@ EDITS = {
         Edit(
             "    if args.pretrained_vae_model_name_or_path is None:",
             "    if args.enable_npu_flash_attention:",
-            """    # The VAE and the text encoders wait on the CPU: only sample images and checkpoints need them.
+            """    # The VAE and the text encoders stay on the CPU: only sample images and checkpoints need them.
     if args.train_text_encoder:
-        raise ValueError("the captions' embeddings come from a cache: leave --train_text_encoder out")
+        raise ValueError("the embeddings come from a cache: remove --train_text_encoder")
     if args.pretrained_vae_model_name_or_path is not None:
         vae.to(dtype=weight_dtype)
     text_encoder_one.to(dtype=weight_dtype)
@@ -98,7 +98,7 @@ EDITS = {
 
 
 def edited(source: str, name: str, cache: str, manifest: str) -> str:
-    """The text of the script `name`, edited. Raises ValueError, which names the line, where it has other lines."""
+    """The edited text of the script `name`. Raises ValueError, naming the line, if a line is not found once."""
     lines, place, result = source.splitlines(keepends=True), 0, []
     bare = [line.rstrip("\r\n") for line in lines]
     for edit in EDITS[name]:
@@ -111,25 +111,25 @@ def edited(source: str, name: str, cache: str, manifest: str) -> str:
 
 
 def find(lines: list[str], wanted: str, start: int, name: str) -> int:
-    """The number of the line, which must be there exactly once from `start` on."""
+    """The index of the line, which must occur exactly once from `start` on."""
     places = [number for number in range(start, len(lines)) if lines[number] == wanted]
     if len(places) != 1:
         met = "no line" if not places else f"{len(places)} lines"
         raise ValueError(
-            f"{name}: {met} from number {start + 1} on read {wanted.strip()!r}, one is expected: this release of "
-            "diffusers has another script, so edit it by hand, as docs/guide/diffusers.md says"
+            f"{name}: {met} from line {start + 1} on read {wanted.strip()!r}, but exactly one must: this release of "
+            "diffusers has another script, so edit it by hand as docs/guide/diffusers.md describes"
         )
     return places[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", type=Path, help=f"a copy of {' or '.join(EDITS)}, under that name")
-    parser.add_argument("cache", help="the cache's directory")
-    parser.add_argument("manifest", help="the name of the dataset in the config that precache was given")
+    parser.add_argument("script", type=Path, help=f"a copy of {' or '.join(EDITS)}, with that name")
+    parser.add_argument("cache", help="directory of the cache")
+    parser.add_argument("manifest", help="name of the dataset in the config that was precached")
     options = parser.parse_args(arguments)
     if options.script.name not in EDITS:
-        parser.error(f"{options.script.name} is none of {', '.join(EDITS)}")
+        parser.error(f"{options.script.name} is not supported; give {' or '.join(EDITS)}")
     try:
         source = options.script.read_text(encoding="utf-8")
         sys.stdout.write(edited(source, options.script.name, options.cache, options.manifest))
