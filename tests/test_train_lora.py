@@ -264,7 +264,9 @@ def test_settings_that_do_not_fit_are_refused(
     refused(config, CheckpointError, "there is no such file", resume=True)
     script.train(config, replace(options, steps=1))
     refused(config, CheckpointError, "--resume")
-    refused(config, CheckpointError, r"learning_rate: 0\.01 when the run started, 0\.1 now", resume=True, learning_rate=0.1)
+    refused(
+        config, CheckpointError, r"learning_rate: 0\.01 when the run started, 0\.1 now", resume=True, learning_rate=0.1
+    )
 
 
 def test_the_command_line_stops_on_a_signal_and_goes_on(

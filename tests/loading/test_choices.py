@@ -252,9 +252,7 @@ def test_choices_that_there_are_not_are_refused(path: Path, tmp_path: Path) -> N
         for weights in ((1.0,), (0.0, 0.0, 1.0)):
             cache.manifests.write(replace(manifest, name="weighted", weights=weights))
             assert len(LatentDataset(path, "weighted")) == NUM, "a numbered caption needs no weights"
-            with pytest.raises(
-                StoreError, match=rf"weighted has {len(weights)} caption weights, but samples"
-            ):
+            with pytest.raises(StoreError, match=rf"weighted has {len(weights)} caption weights, but samples"):
                 LatentDataset(path, "weighted", caption="random")
 
 
