@@ -28,7 +28,7 @@ SCHEMA = 1
 
 def digest(data: bytes | memoryview) -> str:
     """BLAKE3 of the bytes, as 64 hexadecimal digits."""
-    return blake3(data, max_threads=blake3.AUTO if len(data) > 1 << 20 else 1).hexdigest()
+    return (blake3(data, max_threads=blake3.AUTO) if len(data) > 1 << 20 else blake3(data)).hexdigest()
 
 
 # json.dumps would make one for each call, which takes as long as a small value.

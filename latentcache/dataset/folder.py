@@ -182,6 +182,7 @@ class CaptionFileSource(_FileSource):
     """
 
     kind = "folder"
+    has_unique_ids = True
 
     def __init__(
         self,
@@ -206,9 +207,9 @@ class CaptionFileSource(_FileSource):
             caption_of = self._caption_files(names)
             inner = posixpath.join(folder, "")
             for name in names:
-                stem, suffix = os.path.splitext(name)
+                stem, dot, ending = name.rpartition(".")
                 sample_id = inner + name
-                if suffix.lower() in self._suffixes and not self._parts.is_part(sample_id):
+                if (dot + ending).lower() in self._suffixes and not self._parts.is_part(sample_id):
                     caption = caption_of.get(stem)
                     path = None if caption is None else self._prefix + inner + caption
                     yield self._sample(sample_id, partial(self._captions, path), {}, folder)

@@ -134,7 +134,10 @@ class ManifestFolder:
             return None
         except OSError as error:
             raise unreadable(file, error) from error
-        return read_manifest(data, name, file)
+        manifest = read_manifest(data, name, file)
+        if isinstance(data, mmap.mmap):  # checking the digest read every page; few are used again
+            data.madvise(mmap.MADV_DONTNEED)
+        return manifest
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""

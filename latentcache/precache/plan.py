@@ -21,7 +21,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.folder import VIDEO_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.row_table import RowTable, RowTableBuilder
+from latentcache.dataset.row_table import CaptionValues, RowTable, RowTableBuilder
 from latentcache.dataset.samples import Sample, variants_of
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
@@ -67,9 +67,7 @@ _FACTS = msgspec.json.Decoder(_FileFacts)
 _Entry = tuple[str, Shape, str]
 """The key of an entry of an image, its shape, and the digest of the file that it is made of: of a masked image that of
 its mask, for the image's own is that of the sample."""
-_Text = tuple[str, str]
-"""The key of a text, empty where none is encoded, and the text."""
-_Planned = tuple[Sample, str, Sequence[_Entry], Sequence[_Text]]
+_Planned = tuple[Sample, str, Sequence[_Entry], Sequence[CaptionValues]]
 """A sample that is not refused, the digest of its image, and its entries."""
 
 
@@ -174,7 +172,7 @@ class _DatasetPlanner:
                     raise Stopped
                 planned += self._planned(sample, facts)
             found = {key for _, _, entries, _ in planned for key, _, _ in entries}
-            found |= {key for _, _, _, texts in planned for key, _ in texts if key}
+            found |= {key for _, _, _, texts in planned for key, _, _ in texts if key}
             present = self._plan.store.find(found)
             for each in planned:
                 self._sort(*each, present)
@@ -275,7 +273,8 @@ class _DatasetPlanner:
             detail = f"sample id {sample_id!r} occurs twice in this dataset; rename one"
             report.refused.append(Refusal(sample_id, path, "duplicate", detail))
             return ()
-        self._seen.add(sample_id)
+        if not self._source.has_unique_ids:
+            self._seen.add(sample_id)
         image = None if isinstance(facts, Refusal) else facts[0].source
         try:
             if isinstance(facts, Refusal):
@@ -285,29 +284,27 @@ class _DatasetPlanner:
         except ImageRefused as refused:
             refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
             report.refused.append(refusal)
-            self._rows.start(sample_id, path, image, refusal)
+            self._rows.put(sample_id, path, image, refusal=refusal)
             return ()
         assert isinstance(sample, Sample) and image is not None  # a refused one has no facts
-        key, put = self._preparations.key, self._rows.put
+        key = self._preparations.key
         entries = [(key(shape, image, source := facts[shape.role.number].source), shape, source) for shape in shapes]
-        controls = self._controls(self._read_with_texts(entries))
+        controls = self._controls(read) if (read := self._read_with_texts(entries)) else ()
         rule = self._dataset.captions
         # Equal captions are one; not where each has a weight, which it would give to the next one.
-        captions = sample.captions if rule.weights else dict.fromkeys(sample.captions)
-        variants = [variants_of(caption, rule) for caption in captions]
-        has_texts, text_key = self._encodings.has_texts, self._texts.key
-        texts = [(text_key(text, controls) if has_texts else "", text) for each in variants for text in each]
-        self._rows.start(sample_id, path, image)
-        for made, shape, source in entries:
-            put(shape.role.name, made, shape.column, source, crop=shape.crop)
-        for made, text in texts:
-            put("caption", made, b"", text=text)
-        return [(sample, image, entries, texts)]
+        distinct = sample.captions if rule.weights else dict.fromkeys(sample.captions)
+        texts = [text for caption in distinct for text in variants_of(caption, rule)]
+        keys = [self._texts.key(text, controls) for text in texts] if self._encodings.has_texts else [""] * len(texts)
+        captions = [(made, text, False) for made, text in zip(keys, texts, strict=True)]
+        images = [(shape.role.name, made, shape.column, of, shape.crop, False) for made, shape, of in entries]
+        self._rows.put(sample_id, path, image, images, captions)
+        return [(sample, image, entries, captions)]
 
-    def _read_with_texts(self, entries: Sequence[_Entry]) -> list[_Entry]:
+    def _read_with_texts(self, entries: Sequence[_Entry]) -> Sequence[_Entry]:
         """The control images that the family's text encoder reads with each caption. There is one view of the image."""
-        is_read = self._encodings.family.text_reads_control
-        return [entry for entry in entries if is_read and entry[1].role.part == "control"]
+        if not self._encodings.family.text_reads_control:
+            return ()
+        return [entry for entry in entries if entry[1].role.part == "control"]
 
     def _controls(self, read: Sequence[_Entry]) -> Controls:
         """What the key of a text has of the images that are read with it."""
@@ -315,7 +312,7 @@ class _DatasetPlanner:
         return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
 
     def _sort(
-        self, sample: Sample, image: str, entries: Sequence[_Entry], texts: Sequence[_Text], present: set[str]
+        self, sample: Sample, image: str, entries: Sequence[_Entry], texts: Sequence[CaptionValues], present: set[str]
     ) -> None:
         """Count a sample's entries, and make tasks of the misses."""
         for entry in entries:
@@ -326,7 +323,7 @@ class _DatasetPlanner:
                 task = self._image_task(sample, image, entry)
                 self._plan.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         recipe, read = self._encodings.text.recipe, self._read_with_texts(entries)
-        for number, (key, text) in enumerate(texts):
+        for number, (key, text, _) in enumerate(texts):
             if key and self._plan.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 caption = texts[number - number % self._dataset.captions.variants][1]
                 facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)

@@ -245,7 +245,7 @@ def test_a_table_is_the_mapping_that_it_was_made_of() -> None:
 def test_what_is_no_digest_is_refused(key: str) -> None:
     good = manifest("one").rows["one"]
     for changed in ({"images": (replace(good.images[0], key=key),)}, {"source": key}):
-        with pytest.raises(ValueError, match="where 64 hexadecimal digits are needed"):
+        with pytest.raises(ValueError, match="expected 64 lower-case hexadecimal digits"):
             RowTable.of([replace(good, **changed)])
 
 
