@@ -1,4 +1,4 @@
-"""Images that are files of a folder, with caption files next to them or a metadata.jsonl, and their companions."""
+"""Images in a folder, with caption files next to them or a metadata.jsonl, and their companions."""
 
 from __future__ import annotations
 
@@ -30,22 +30,30 @@ from latentcache.dataset.samples import (
 )
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
+from latentcache.utils.wording import counted
 
 METADATA = "metadata.jsonl"
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
 REMEMBERED_FOLDERS = 64
-"""Whose names are kept: lines of METADATA may lead from one folder to another and back."""
+"""Size of the cache of folder listings: consecutive lines of METADATA may alternate between folders."""
 
 _log = logging.getLogger(__name__)
 
 
+def check_folder(path: str, setting: str) -> None:
+    """Raise DatasetError, naming the setting, unless the path is a folder."""
+    if not os.path.isdir(path):
+        problem = "is not a folder" if os.path.exists(path) else "does not exist"
+        raise DatasetError(path, f"{problem}; correct {setting}, which is relative to the current directory")
+
+
 class PartFiles:
-    """The further parts of samples that are image files below `root`.
+    """Finds the companions of samples below `root` that are image files: control images and masks.
 
-    ConfigError where a part is the image itself, and DatasetError where its folder is not there.
+    A companion of `a/cat.jpg` is in the same subfolder of its own folder, with any image suffix: `a/cat_1.png`. Of
+    several, the one with the image's own suffix is used.
 
-    A part of `a/cat.jpg` lies in the same subfolder of its own folder, with any ending of an image: `a/cat_1.png`. If
-    several do, it is the one with the image's own ending.
+    Raises ConfigError if a companion would be the image itself, and DatasetError if its folder does not exist.
     """
 
     def __init__(self, root: str, parts: Sequence[PartConfig]):
@@ -53,25 +61,24 @@ class PartFiles:
         folders = [root if part.path is None else os.path.abspath(part.path) for part in parts]
         self._parts = [*zip(part_names(parts), self._configs, folders, strict=True)]
         self.columns = tuple(part.column for part in parts if part.column is not None)
-        """The columns of metadata that name files of parts."""
+        """The metadata columns that name companion files."""
         self._images_in = lru_cache(REMEMBERED_FOLDERS)(_images_in)
         for name, part, folder in self._parts:
             if folder == root and not part.suffix and part.column is None:
-                message = f"{name} is in the folder of the images, and has their names; give it a suffix"
+                message = f"{name} has the same folder and file names as the images; give it a suffix"
                 raise ConfigError(message, key=name.split()[0])
-            if part.path is not None and not os.path.isdir(folder):  # else each sample would be refused for it
-                problem = "is not a folder" if os.path.exists(folder) else "does not exist"
-                raise DatasetError(folder, f"{problem}; correct path of {name}, which begins where the command runs")
+            if part.path is not None:  # else every sample would be refused
+                check_folder(folder, f"the path of {name}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._root, self._configs)  # another process has no use for the names
+        return type(self), (self._root, self._configs)  # without the cached listings
 
     def is_part(self, sample_id: str) -> bool:
-        """Whether an image of the dataset's folder is a part of others, and so no sample."""
+        """Whether an image in the dataset's folder is a companion of other images, and so not a sample."""
         for _, part, folder in self._parts:
             path = os.path.join(self._root, sample_id)
             if part.column is None and folder == self._root:
-                # Of what ends so, but has no image that it is a part of, a sample is refused by name.
+                # An image with the suffix but without a main image counts as a sample, which is then refused by name.
                 stem = os.path.splitext(path)[0]
                 where, base = os.path.split(stem.removesuffix(part.suffix))
                 if stem.endswith(part.suffix) and base in self._images_in(where):
@@ -83,9 +90,9 @@ class PartFiles:
         return False
 
     def of(self, sample_id: str, row: Mapping[str, Any], folder: str) -> tuple[Sample, ...]:
-        """The parts of a sample, each as a sample without captions. `row` is its metadata, which lies in `folder`.
+        """The companions of a sample, each as a sample without captions. `row` is its metadata, found in `folder`.
 
-        Raises ImageRefused, naming the part, for one that is not there.
+        Raises ImageRefused, naming the companion, for a missing one.
         """
         found = []
         for name, part, place in self._parts:
@@ -105,7 +112,7 @@ class PartFiles:
         return tuple(found)
 
     def _file(self, place: str, suffix: str, sample_id: str) -> str:
-        """The path of the part below `place` that is named as the image is. Raises ImageRefused."""
+        """The path of the companion below `place` with the image's name. Raises ImageRefused."""
         where, base = os.path.split(os.path.join(place, sample_id))
         stem, ending = os.path.splitext(base)
         path = os.path.join(where, stem + suffix + ending)
@@ -113,7 +120,7 @@ class PartFiles:
         if stem + suffix + ending in present:
             return path
         if len(present) > 1:
-            raise ImageRefused(path, "duplicate", f"the folder has several, {', '.join(present)}; keep one")
+            raise ImageRefused(path, "duplicate", f"there are several candidates, {', '.join(present)}; keep one")
         if not present:
             detail = f"there is no image {stem}{suffix} in {where}; add it, or remove the sample"
             raise ImageRefused(path, "missing", detail)
@@ -121,7 +128,7 @@ class PartFiles:
 
 
 def _images_in(folder: str) -> dict[str, list[str]]:
-    """The names of a folder's images, by what they are without their endings. Raises ImageRefused."""
+    """The names of a folder's images, grouped by the name without its suffix. Raises ImageRefused."""
     found: dict[str, list[str]] = {}
     try:
         names = sorted(os.listdir(folder))
@@ -136,9 +143,9 @@ def _images_in(folder: str) -> dict[str, list[str]]:
 
 
 def name_below(folder: str, file_name: Any) -> str:
-    """The file that a line of metadata in `folder` names, relative to the dataset. ValueError saying what is wrong."""
+    """The path, relative to the dataset, of a file named by metadata in `folder`. Raises ValueError for a bad name."""
     if not isinstance(file_name, str) or not file_name:
-        raise ValueError(f"is {file_name!r:.80}; a file name is needed")
+        raise ValueError(f"is {file_name!r:.80}; expected a file name")
     name = posixpath.normpath(posixpath.join(folder, file_name))
     if posixpath.isabs(name) or os.path.isabs(file_name) or name.split("/")[0] == "..":
         raise ValueError(f"{file_name!r} leads out of the dataset's folder")
@@ -146,7 +153,7 @@ def name_below(folder: str, file_name: Any) -> str:
 
 
 class _FileSource(SampleSource):
-    """Images that are files in a folder, whose captions are found in its files."""
+    """A source whose images are files in a folder."""
 
     def __init__(self, root: str, parts: PartFiles | None = None):
         self.path, self._prefix = root, os.path.join(root, "")
@@ -163,7 +170,7 @@ class _FileSource(SampleSource):
         row: Mapping[str, Any],
         folder: str,
     ) -> Sample | Refusal:
-        """The sample with these captions, and with the companions that `row` names, its metadata in `folder`."""
+        """The sample with these captions, and with the companions named by its metadata `row`, found in `folder`."""
         path = self._prefix + sample_id
         try:
             signature, captions = signature_of(path), read_captions() or ("",)
@@ -173,12 +180,12 @@ class _FileSource(SampleSource):
 
 
 class CaptionFileSource(_FileSource):
-    """A folder, recursive. The captions of `a/cat.jpg` are the lines of `a/cat.txt`; with `joined` they are one.
+    """A folder, read recursively. The lines of `a/cat.txt` are the captions of `a/cat.jpg`; `joined` makes them one.
 
-    Files with an image's suffix are samples, also of formats that are refused later, so that the report names them.
-    Suffixes may be in capitals, those of captions too. Hidden files and folders are skipped. `cat.jpg` and `cat.png`
-    are two samples with the same captions. A caption file that cannot be read or is not UTF-8 refuses the sample. With
-    `videos` these are samples too.
+    Every file with an image suffix is a sample, even in an unsupported format, so that the report names it. With
+    `videos`, video files are samples too. The case of suffixes is ignored. Hidden files and folders are skipped.
+    `cat.jpg` and `cat.png` are two samples with the same captions. A caption file that is unreadable or not UTF-8
+    refuses the sample.
     """
 
     kind = "folder"
@@ -215,7 +222,7 @@ class CaptionFileSource(_FileSource):
                     yield self._sample(sample_id, partial(self._captions, path), {}, folder)
 
     def _caption_files(self, names: list[str]) -> dict[str, str]:
-        """The names of caption files by their stems. `cat.TXT` is one, unless there is a `cat.txt`."""
+        """Stem -> name of its caption file. `cat.TXT` is used only if there is no `cat.txt`."""
         extension, found = self._caption_extension, dict[str, str]()
         for name in names:
             stem, suffix = name[: -len(extension)], name[-len(extension) :]
@@ -234,11 +241,11 @@ class CaptionFileSource(_FileSource):
 
 
 class ImageFolderSource(_FileSource):
-    """Hugging Face's imagefolder: each `metadata.jsonl` names, by `file_name`, images below its own folder.
+    """Hugging Face's imagefolder: the `file_name` of each line in a `metadata.jsonl` names an image below its folder.
 
-    As in `datasets`, the metadata decides what belongs to the dataset. Images that it does not name are left out, and
-    their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused.
-    DatasetError at the end for a folder without METADATA, and for a configured caption column that no line has.
+    As in `datasets`, only images listed in the metadata belong to the dataset; the number of others is logged. Samples
+    come in the order of the lines. A path outside the dataset's folder is refused. Raises DatasetError at the end for
+    a folder without METADATA, and for a configured caption column that no line has.
     """
 
     kind = "imagefolder"
@@ -263,17 +270,17 @@ class ImageFolderSource(_FileSource):
                 has_metadata = True
                 yield from self._samples_in(folder, named, columns)
         if not has_metadata:
-            message = f"has no {METADATA}; for caption files next to the images use kind 'folder'"
+            message = f"has no {METADATA}; for caption files next to the images, use kind 'folder'"
             raise DatasetError(self.path, message)
         if left_out := len(images - named):
-            _log.warning("%s: %d images are in no %s, and are left out", self.path, left_out, METADATA)
+            _log.warning("%s: skipped %s not listed in any %s", self.path, counted(left_out, "image"), METADATA)
         columns.check(self._prefix + METADATA)
 
     def _samples_in(self, folder: str, named: set[str], columns: CaptionColumns) -> Iterator[Sample | Refusal]:
-        """The samples of a folder's metadata. What it names is added to `named`."""
+        """The samples in a folder's metadata. Adds the paths of their files to `named`."""
         name = posixpath.join(folder, METADATA)
         try:
-            # Read as bytes: text mode would end at the first line that is not UTF-8.
+            # Read as bytes: text mode would stop at the first line that is not UTF-8.
             with open(self._prefix + name, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
@@ -284,14 +291,14 @@ class ImageFolderSource(_FileSource):
     def _from_line(
         self, folder: str, line_id: str, line: bytes, named: set[str], columns: CaptionColumns
     ) -> Sample | Refusal:
-        """`line_id` names the line, for a refusal."""
+        """The sample in one line, which a refusal names by `line_id`."""
         place = self._prefix + line_id
         try:
             row: Any = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            return Refusal(line_id, place, "corrupt", f"not a JSON line: {error}")
+            return Refusal(line_id, place, "corrupt", f"the line is not JSON: {error}")
         if not isinstance(row, dict) or not row.get("file_name"):
-            return Refusal(line_id, place, "corrupt", "it has no file_name")
+            return Refusal(line_id, place, "corrupt", "the line has no file_name")
         try:
             sample_id = name_below(folder, row["file_name"])
         except ValueError as error:

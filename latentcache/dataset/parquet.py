@@ -1,4 +1,4 @@
-"""Images in a column of bytes of parquet files, and the captions in other columns."""
+"""Parquet files with encoded images in one column and captions in others."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 CACHE_BYTES = 512 << 20
-"""Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger."""
-_ROWS_AT_ONCE = 64  # few: one value of a dictionary may be repeated very often
+"""Upper bound of the cache of decompressed row groups. The latest is kept even if it alone is larger."""
+_ROWS_AT_ONCE = 64  # few, because a dictionary-encoded value may repeat very often
 
 
 class ParquetSource(SampleSource):
     """Parquet files. The image column has bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
 
-    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read
-    neighbouring rows soon after each other. A file that cannot be read is a Refusal, and so is one without the columns,
-    but for the first that can be read: DatasetError.
+    Captions are read one row group at a time. Images are read only by `read`, which caches recent row groups: read
+    neighbouring rows together. An unreadable file is a Refusal, and so is a file that lacks a column; raises
+    DatasetError if the first readable file lacks one.
     """
 
     kind = "parquet"
@@ -41,7 +41,7 @@ class ParquetSource(SampleSource):
         caption_columns: tuple[str, ...] | None,
         parts: Sequence[str] = (),
     ):
-        """`files`: (name, path) of each, sorted. `parts`: the column of each control image and mask."""
+        """`files` are sorted pairs (name, path). `parts` are the columns of control images and the mask."""
         with naming_extras():
             import pyarrow
             import pyarrow.parquet as pq
@@ -49,7 +49,7 @@ class ParquetSource(SampleSource):
         self._files, self._columns, self._parts = tuple(files), caption_columns, tuple(parts)
         self._image_columns = (image_column, *self._parts)
         self._pq: Any = pq
-        # ArrowInvalid is a ValueError and ArrowIOError an OSError; pyarrow raises plain ones too.
+        # ArrowInvalid is a ValueError and ArrowIOError an OSError; pyarrow raises the builtin ones too.
         arrow: type[BaseException] = pyarrow.ArrowException
         self._errors = (arrow, OSError, ValueError, OverflowError, LookupError)
         self._lock = threading.Lock()
@@ -70,9 +70,9 @@ class ParquetSource(SampleSource):
                     missing = [column for column in needed if column not in present]
                     twice = [column for column in present if present.count(column) > 1]
                     if missing or twice:
-                        problem = f"has no column {missing[0]!r}, but: {', '.join(present)}" if missing else ""
+                        problem = f"has no column {missing[0]!r}; its columns: {', '.join(present)}" if missing else ""
                         problem = problem or f"has several columns {twice[0]!r}; rename one"
-                        if is_first:  # most likely a slip in the config
+                        if is_first:  # most likely a typo in the config
                             raise DatasetError(path, problem)
                         yield Refusal(name, path, "unreadable", problem)
                         continue
@@ -81,7 +81,7 @@ class ParquetSource(SampleSource):
             except ImageRefused as refused:
                 yield refusal_of(name, path, refused)
             except self._errors as error:
-                yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
+                yield Refusal(name, path, "corrupt", f"it is not a readable parquet file: {error}")
 
     @override
     def read(self, sample: Sample) -> bytes:
@@ -95,7 +95,7 @@ class ParquetSource(SampleSource):
         data = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(data, bytes):
             problem = "has no bytes in this row" if data is None else f"holds a {type(data).__name__} in this row"
-            raise ImageRefused(sample.path, "missing", f"column {column!r} {problem}, where an encoded image is needed")
+            raise ImageRefused(sample.path, "missing", f"column {column!r} {problem}; expected an encoded image")
         return data
 
     def _samples_of(
@@ -128,13 +128,13 @@ class ParquetSource(SampleSource):
             first_row += num_rows
 
     def _images(self, path: str, signature: Signature | None, group: int) -> pa.Table:
-        """The images of a row group. One thread reads at a time: the others most likely need the same one.
+        """The images of a row group. One thread reads at a time: the others most likely need the same group.
 
-        With the signature a file that was replaced since the last run is another one.
+        The signature is part of the cache's key, so that a replaced file is read again.
         """
         with self._lock:
             if (key := (path, signature, group)) not in self._cache:
-                signature_of(path)  # of what is no file it says so
+                signature_of(path)  # refuses anything but a regular file
                 with self._pq.ParquetFile(path) as file:
                     self._cache[key] = file.read_row_group(group, columns=list(dict.fromkeys(self._image_columns)))
                 while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > CACHE_BYTES:

@@ -1,50 +1,50 @@
-"""Resize filters by name: Pillow's, and the two of OpenCV that trainers use, bit for bit."""
+"""Resize filters by name: Pillow's, and bit-exact versions of the two OpenCV filters that trainers use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image  # its filters are resize rules of trainers; images.py decodes
+from PIL import Image  # for its resize filters; images.py decodes
 
 from latentcache.types import Size
 
 Array = np.ndarray
 LANCZOS = "lanczos"
-"""The usual filter: keys of entries that were made before there were others have it."""
+"""The default filter. Existing keys contain this name."""
 
 BOX = "box"
-"""The mean over the area of each new pixel; the nearest pixel where the image is enlarged."""
+"""The mean over the area of each output pixel; nearest neighbour when enlarging."""
 
 
 def resize(pixels: Array, size: Size, name: str) -> Array:
-    """uint8 [H, W, 3] -> uint8 [h, w, 3] of `size` by the filter `name`, one of `FILTERS`. KeyError for another.
+    """Resize uint8 [H, W, 3] to uint8 [h, w, 3] of `size` with the filter `name`, one of `FILTERS`.
 
-    Pillow's filters take [H, W] too.
+    Pillow's filters also take [H, W]. Raises KeyError for an unknown filter.
     """
     return pixels if pixels.shape[:2] == size else FILTERS[name](pixels, size)
 
 
 def _pillow(filter_: Image.Resampling) -> Callable[[Array, Size], Array]:
-    """Pillow's filters widen with the scale, so that nothing aliases."""
+    """A filter of Pillow, whose support scales with the reduction, so that nothing aliases."""
     return lambda pixels, size: np.asarray(Image.fromarray(pixels).resize((size.width, size.height), filter_))
 
 
 def _opencv_area(pixels: Array, size: Size) -> Array:
-    """The mean over the area of each new pixel: OpenCV's INTER_AREA, for sizes that are not larger.
+    """OpenCV's INTER_AREA for shrinking: the mean over the area of each output pixel.
 
-    As there, columns come before rows, sums are float32, and a share of a pixel up to 0.001 counts as none.
+    As in OpenCV, columns are averaged before rows, sums are float32, and coverage of a pixel up to 0.001 is ignored.
     """
     (height, width), columns = pixels.shape[:2], np.ascontiguousarray(pixels.transpose(1, 0, 2))
     rows = np.ascontiguousarray(_averaged(columns, size.width).transpose(1, 0, 2))
     means = _averaged(rows, size.height)
-    # Halves go to the even number; where four pixels become one, OpenCV adds integers, and halves go up.
+    # Halves round to even; when halving both sides, OpenCV adds integers and rounds halves up.
     is_halved = (height, width) == (2 * size.height, 2 * size.width)
     return (np.floor(means + 0.5) if is_halved else np.rint(means)).astype(np.uint8)
 
 
 def _averaged(pixels: Array, length: int) -> Array:
-    """The first axis cut into `length` equal parts, and the mean of each: float32."""
+    """The means of `length` equal parts of the first axis: float32."""
     present = len(pixels)
     scale = present / length
     start = np.arange(length) * scale
@@ -59,9 +59,9 @@ def _averaged(pixels: Array, length: int) -> Array:
 
 
 def _opencv_linear(pixels: Array, size: Size) -> Array:
-    """Between the two nearest pixels on each axis: OpenCV's INTER_LINEAR. It aliases where an image shrinks.
+    """OpenCV's INTER_LINEAR: linear between the two nearest pixels on each axis. It aliases when shrinking.
 
-    As there, the weights are integers of 11 bits, and each of the two rows is cut to 16 bits before they are added.
+    As in OpenCV, weights are 11-bit integers, and each of the two rows is truncated to 16 bits before they are added.
     """
     (top, bottom), (above, below) = _neighbours(pixels.shape[0], size.height)
     (left, right), (before, behind) = _neighbours(pixels.shape[1], size.width)
@@ -77,7 +77,7 @@ def _opencv_linear(pixels: Array, size: Size) -> Array:
 
 
 def _neighbours(present: int, length: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """For each new pixel on an axis: the pixels before and behind it, and their weights in 2048ths."""
+    """The source pixels before and after each output pixel on an axis, and their weights in 2048ths."""
     where = ((np.arange(length) + 0.5) * (1 / (length / present)) - 0.5).astype(np.float32)
     index = np.floor(where).astype(np.intp)
     share = where - index.astype(np.float32)
@@ -94,4 +94,4 @@ FILTERS: dict[str, Callable[[Array, Size], Array]] = {
     "opencv-area": _opencv_area,
     "opencv-linear": _opencv_linear,
 }
-"""Name -> filter. The names are in the identities of entries: they cannot change."""
+"""Name -> filter. Names are part of entry identities and cannot change."""

@@ -1,4 +1,4 @@
-"""One training item of the user's dataset, and the functions that all readers of datasets share."""
+"""One training sample of the user's dataset, and helpers shared by all dataset readers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from latentcache.types import Refusal, RefusalReason
 from latentcache.utils.file_locks import READ_FLAGS
 
 MAX_CAPTION_BYTES = 1 << 20
-"""Largest caption file. A longer one is not taken for captions."""
+"""Largest accepted caption file."""
 MAX_ONE_CAPTION_BYTES = 1 << 14
 """Longest caption, in UTF-8. CLIP reads 227 tokens, and its tokenizer takes seconds and megabytes for a long text."""
 MAX_IMAGE_BYTES = 1 << 30
-"""Largest file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
-600 MB."""
+"""Largest image or video file; files are read whole. A TIFF of 100 megapixels with 16 bits per channel has 600 MB."""
 
 SETTLED_NS = 2_000_000_000
-"""A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
+"""A file modified more recently than this may change again without a new timestamp (the "racy git" problem)."""
 _MAX_SHOWN = 20
 
 
@@ -38,14 +37,14 @@ _MAX_SHOWN = 20
 
 
 def bad_caption(place: str, detail: str) -> ImageRefused:
-    """The refusal of a sample whose caption at `place` cannot be used: a wrong caption is worse than none."""
+    """The refusal of a sample whose caption at `place` is unusable: a wrong caption is worse than none."""
     return ImageRefused(place, "bad-caption", detail)
 
 
 def captions_at(path: str, place: tuple[int, int] | None = None) -> tuple[str, ...]:
-    """The captions of a file, or at (offset, bytes) in a tar: UTF-8 with or without a byte order mark, one a line.
+    """The captions of a file, or at (offset, bytes) in a tar: UTF-8 with or without a byte order mark, one per line.
 
-    Empty lines are none. Raises OSError, and ImageRefused for what cannot be used.
+    Empty lines are skipped. Raises OSError, and ImageRefused for an unusable caption.
     """
     data = caption_bytes(path, place)
     try:
@@ -53,7 +52,7 @@ def captions_at(path: str, place: tuple[int, int] | None = None) -> tuple[str, .
     except UnicodeDecodeError as error:
         detail = f"it is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
         raise bad_caption(path, detail) from error
-    # Not str.splitlines, which also splits at characters that may be part of a caption.
+    # Not str.splitlines, which also splits at characters that can occur inside a caption.
     return _stripped(text.replace("\r", "\n").split("\n"), path)
 
 
@@ -61,26 +60,26 @@ def caption_bytes(path: str, place: tuple[int, int] | None = None) -> bytes:
     """The bytes of a caption file, or those at (offset, bytes) in a tar. Raises OSError and ImageRefused."""
     offset, num_bytes = place or (0, MAX_CAPTION_BYTES + 1)
     if len(data := read_range(path, offset, min(num_bytes, MAX_CAPTION_BYTES + 1))) > MAX_CAPTION_BYTES:
-        raise bad_caption(path, f"it has more than the {MAX_CAPTION_BYTES:,} bytes that a caption file may have")
+        raise bad_caption(path, f"it is longer than {MAX_CAPTION_BYTES:,} bytes, the limit for a caption file")
     return data
 
 
 class CaptionColumns:
-    """The columns with captions in the rows of a dataset. Without `configured` ones: `text`, else `caption`.
+    """The caption columns of a dataset's rows: the `configured` ones, by default `text`, else `caption`.
 
-    Each of the configured columns has to occur, or a slip would train without text: `check` when the rows have ended.
+    Each configured column must occur in some row, or a typo would train without text. Call `check` after the last row.
     """
 
     def __init__(self, configured: tuple[str, ...] | None):
         self._configured = configured
         self._missing = set(configured or ())
         self._there: list[str] = []
-        """The columns of the first row, for the message."""
+        """The columns of the first row, for the error message."""
 
     def captions(self, row: Mapping[str, Any], place: str) -> tuple[str, ...]:
-        """The captions in a row: a string is one, a list of strings several, None is none. ImageRefused names `place`.
+        """The captions in a row. A column holds a string, a list of strings, or None for no caption.
 
-        A column that the row lacks gives none.
+        A missing column gives no caption. Raises ImageRefused, naming `place`.
         """
         self._missing.difference_update(row)
         self._there = self._there or sorted(row)[:_MAX_SHOWN]
@@ -90,15 +89,15 @@ class CaptionColumns:
             for caption in value if isinstance(value, list) else [value]:
                 if caption is not None and not isinstance(caption, str):
                     kind = type(caption).__name__
-                    raise bad_caption(place, f"column {column!r} holds a {kind}; a caption is a string")
+                    raise bad_caption(place, f"column {column!r} holds a {kind}; a caption must be a string")
                 found.append(caption or "")
         return _stripped(found, place)
 
     def check(self, path: str) -> None:
-        """Raise DatasetError, naming `path`, for a column that no row has."""
+        """Raise DatasetError, naming `path`, for a configured column that no row has."""
         if self._missing and self._there:
             there = ", ".join(self._there)
-            raise DatasetError(path, f"no sample has the caption column {min(self._missing)!r}, but: {there}")
+            raise DatasetError(path, f"no sample has the caption column {min(self._missing)!r}; columns found: {there}")
 
 
 def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:
@@ -106,10 +105,10 @@ def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:
     for caption in stripped:
         try:
             num_bytes = len(caption.encode())
-        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
+        except UnicodeEncodeError as error:  # JSON can encode a lone surrogate; tokenizers cannot
             raise bad_caption(place, f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
         if num_bytes > MAX_ONE_CAPTION_BYTES:
-            raise bad_caption(place, f"a caption has {num_bytes:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
+            raise bad_caption(place, f"a caption has {num_bytes:,} bytes; the limit is {MAX_ONE_CAPTION_BYTES:,}")
     return stripped
 
 
@@ -117,20 +116,20 @@ def _stripped(captions: Iterable[str], place: str) -> tuple[str, ...]:
 
 
 def is_image(name: str) -> bool:
-    """Whether the name has an image's suffix, of an accepted format or not, in small letters or capitals."""
+    """Whether the name has an image suffix, of a supported format or not. Case is ignored."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def is_hidden(name: str) -> bool:
-    """Whether file managers hide it: `.git`, `.ipynb_checkpoints`, macOS's `._photo.jpg`."""
+    """Whether the name is hidden: `.git`, `.ipynb_checkpoints`, macOS's `._photo.jpg`."""
     return name.startswith(".")
 
 
 def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
-    """(folder relative to `root`, its file names) for `root` and each folder below it: depth first, sorted by name.
+    """Yield (folder relative to `root`, its file names) for `root` and each folder below it: depth first, sorted.
 
-    Hidden files and folders are skipped. Links to folders are followed, but a folder that is reached twice is read
-    once, so that a loop of links ends. A folder that cannot be read is a Refusal, but for the root DatasetError.
+    Hidden files and folders are skipped. Links to folders are followed, but each folder is read once, so loops of links
+    end. An unreadable folder gives a Refusal; for the root itself, raises DatasetError.
     """
     seen, waiting = set[tuple[int, int]](), [""]
     while waiting:
@@ -156,36 +155,36 @@ def _raise(error: OSError) -> None:
 
 
 def refusal_of(sample_id: str, path: str, error: ImageRefused | OSError) -> Refusal:
-    """The Refusal for what was raised while the file at `path` was read."""
+    """The Refusal for an error that was raised while reading the file at `path`."""
     refused = error if isinstance(error, ImageRefused) else unreadable(path, error)
     return Refusal(sample_id, path, refused.reason, refused.detail)
 
 
 def unreadable(path: str, error: OSError) -> ImageRefused:
-    """The refusal for an error of the operating system."""
+    """The refusal for an operating system error."""
     reason: RefusalReason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
     return ImageRefused(path, reason, error.strerror or str(error))
 
 
 def read_image(path: str, file: str, offset: int = 0, num_bytes: int | None = None) -> bytes:
-    """The bytes of an image, which are a whole file or a place in a tar. ImageRefused names `path`."""
+    """The bytes of an image: a whole file, or a range of a tar. Raises ImageRefused, naming `path`."""
     try:
         num_bytes = os.path.getsize(file) if num_bytes is None else num_bytes
         if num_bytes > MAX_IMAGE_BYTES:
-            detail = f"it has {num_bytes:,} bytes; {MAX_IMAGE_BYTES:,} are allowed"
-            raise ImageRefused(path, "unreadable", f"{detail}. Save an image compressed, cut a video")
+            detail = f"it has {num_bytes:,} bytes; the limit is {MAX_IMAGE_BYTES:,}"
+            raise ImageRefused(path, "unreadable", f"{detail}. Compress the image, or cut the video")
         return read_range(file, offset, num_bytes)
     except OSError as error:
         raise unreadable(path, error) from error
 
 
 def read_range(path: str, offset: int, num_bytes: int) -> bytes:
-    """Bytes of a regular file; fewer where it ends. OSError. By a handle of its own, so that threads do not meet."""
+    """Read a range of a regular file; fewer bytes at its end. Raises OSError. Thread-safe: each call opens the file."""
     # Not `open`, which takes twice as long: a dataset may have a million captions.
     fd = os.open(path, READ_FLAGS)
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be empty
+        if not stat.S_ISREG(status.st_mode):  # a pipe would read as empty
             raise OSError(errno.EINVAL, "not a regular file", path)
         if offset:
             os.lseek(fd, offset, os.SEEK_SET)
@@ -198,7 +197,7 @@ def read_range(path: str, offset: int, num_bytes: int) -> bytes:
 
 
 class Signature(NamedTuple):
-    """Size, times and inode of the file that has the bytes (the tar, not its member). Equal: the file is unchanged."""
+    """Size, times and inode of the file with the bytes (the tar, not its member). If equal, the file is unchanged."""
 
     size: int
     mtime_ns: int
@@ -211,20 +210,20 @@ class Signature(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def is_settled(self) -> bool:
-        """Whether the file changed so long ago that another change shows. Until then its digest must not be kept."""
+        """Whether the last change is old enough that another one would show. If not, do not memoize the digest."""
         return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > SETTLED_NS
 
     def to_text(self) -> str:
-        """The four numbers, with spaces between them."""
+        """The four numbers, separated by spaces."""
         return f"{self.size} {self.mtime_ns} {self.ctime_ns} {self.inode}"
 
 
 def signature_of(path: str) -> Signature:
-    """The file's signature. Raises ImageRefused. Only a regular file has one: reading a named pipe waits for ever."""
+    """The file's signature. Raises ImageRefused, also for anything but a regular file: reading a pipe would block."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
-        detail = "a link to nothing" if os.path.islink(path) else "there is no such file"
+        detail = "a broken link" if os.path.islink(path) else "there is no such file"
         raise ImageRefused(path, "missing", detail) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ImageRefused(path, "unreadable", str(error)) from error
@@ -237,13 +236,13 @@ def signature_of(path: str) -> Signature:
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):  # a third of a dataclass's time; a plan makes millions
-    """One training item: where its image's bytes are, and its captions.
+    """One training sample: where its image's bytes are, and its captions.
 
-    `sample_id` is the image's path relative to the dataset's root with `/`, `<tar>/<key>`, or `<file>#<row>`. `path`
-    is for people: the real path, with `#member` or `#row`. `captions` are stripped and never empty: a missing caption
-    is `("",)`. `locator` belongs to the source that made it; with a signature it is the
-    file that has the bytes, or a tuple of it and a place in it. `parts` are its control images and its mask, in the
-    order of the config, each a sample without captions that the same source reads.
+    `sample_id` is the image's path relative to the dataset's root with `/`, `<tar>/<key>`, or `<file>#<row>`. `path` is
+    for display: the real path, with `#member` or `#row`. `captions` are stripped and never empty: a missing caption is
+    `("",)`. `locator` is private to the source; if there is a signature, it is the path of the file with the bytes, or
+    a tuple that begins with it. `parts` are the control images, then the mask, in the order of the config. Each is a
+    sample without captions that the same source reads.
     """
 
     sample_id: str
@@ -255,27 +254,27 @@ class Sample(msgspec.Struct, frozen=True, gc=False):  # a third of a dataclass's
 
     @property
     def has_caption(self) -> bool:
-        """Whether there is a caption that is not empty."""
+        """Whether any caption is not empty."""
         return self.captions != ("",)
 
     def is_unchanged(self) -> bool:
-        """Whether its file, which has a signature, is still the one that was listed. ImageRefused where it is gone."""
+        """Whether the file is still as listed; needs a signature. Raises ImageRefused if the file is gone."""
         file = self.locator if isinstance(self.locator, str) else self.locator[0]
         return signature_of(file) == self.signature
 
 
 class SampleSource:
-    """A dataset as the user keeps it, of this `kind`, at this `path`. Several threads may call both methods."""
+    """A dataset of this `kind` at this `path`, in the user's own layout. Thread-safe."""
 
     kind: ClassVar[str] = ""
     has_unique_ids: ClassVar[bool] = False
-    """Whether no two samples can have the same id, so that nobody needs to compare them."""
+    """Whether the layout rules out duplicate sample ids."""
     path = ""
 
     def samples(self) -> Iterator[Sample | Refusal]:
-        """All samples, in the same order each time. What cannot be used is a Refusal, and never ends the iteration.
+        """Iterate over all samples, always in the same order. An unusable one is a Refusal and does not end iteration.
 
-        Raises DatasetError at the end if there was nothing at all.
+        Raises DatasetError at the end if there was no sample at all.
         """
         is_empty = True
         for item in self._listed():
@@ -285,7 +284,7 @@ class SampleSource:
             raise DatasetError(self.path, f"holds no images for a source of kind {self.kind!r}")
 
     def _listed(self) -> Iterator[Sample | Refusal]:
-        """What `samples` gives, of each kind of source."""
+        """The items of `samples`; each kind of source overrides this."""
         return iter(())
 
     def read(self, sample: Sample) -> bytes:
@@ -293,26 +292,27 @@ class SampleSource:
         raise NotImplementedError
 
 
-# Variants of captions, by the rule of sd-scripts' `process_caption`, as of 48d368f: the same draws give the same text
+# Caption variants, following sd-scripts' `process_caption` as of 48d368f: the same random draws give the same text
 
 
 def variants_of(caption: str, rule: CaptionsConfig) -> tuple[str, ...]:
-    """The variants of a caption: as many as the rule says, the first of which is the caption itself.
+    """The `rule.variants` variants of a caption, the first of which is the caption itself.
 
-    Each depends on the caption, its own number, and the rule without its `variants`: more of them begin with the same.
+    Raising `rule.variants` keeps the existing variants: each depends only on the caption, its index and the other
+    settings.
     """
     if rule.variants == 1:
         return (caption,)
-    # Python promises that a whole number seeds the same stream in each of its versions.
+    # Python guarantees that an integer seeds the same stream in all versions.
     first = seed_of(rule.seed, caption)
     return (caption, *(varied(caption, rule, Random(first + number)) for number in range(1, rule.variants)))
 
 
 def varied(caption: str, rule: CaptionsConfig, stream: Random) -> str:
-    """The caption with its tags shuffled and dropped as the stream draws.
+    """The caption with tags shuffled and dropped according to the random stream.
 
-    A rule that neither shuffles nor drops leaves the text as it is, but for the secondary separator. Any other joins
-    the tags again, by a comma and a space whatever the separator is.
+    Without shuffling or dropping, only the secondary separator is replaced. Otherwise the tags are joined by a comma
+    and a space, whatever the separator is.
     """
     if rule.shuffle or rule.drop:
         first, moved, last = _split(caption, rule)
@@ -327,12 +327,12 @@ def varied(caption: str, rule: CaptionsConfig, stream: Random) -> str:
 
 
 def _split(caption: str, rule: CaptionsConfig) -> tuple[list[str], list[str], list[str]]:
-    """The tags of a caption that stay first, those that move, and those that stay last.
+    """Split a caption into the tags that stay first, the tags that move, and the tags that stay last.
 
-    An empty one is a tag, unless `keep_separator` is in the caption: as in sd-scripts.
+    As in sd-scripts, empty tags are kept unless `keep_separator` is in the caption.
     """
     if rule.keep_separator and rule.keep_separator in caption:
-        # What follows a third separator is part of the last tags, with the separator.
+        # Everything after the second separator, further separators included, belongs to the last tags.
         parts = [*caption.split(rule.keep_separator, 2), ""][:3]
         first, moved, last = ([tag for tag in _tags(part, rule) if tag] for part in parts)
         return first, moved, last

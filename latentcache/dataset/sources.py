@@ -1,4 +1,4 @@
-"""The user's dataset: `open_source` chooses the reader of its layout."""
+"""Opens the user's dataset: `open_source` chooses the reader for its layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import posixpath
 from collections.abc import Sequence
 
 from latentcache.config import PartConfig, SourceConfig, part_names
-from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource, PartFiles
+from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource, PartFiles, check_folder
 from latentcache.dataset.parquet import ParquetSource
 from latentcache.dataset.samples import SampleSource, is_image, walk
 from latentcache.dataset.webdataset import SUFFIXES, WebDatasetSource
@@ -17,11 +17,12 @@ from latentcache.types import Refusal
 
 
 def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, videos: bool = False) -> SampleSource:
-    """The dataset at `config.path`: a folder; also a tar or a glob of tars, or a parquet file.
+    """Open the dataset at `config.path`: a folder, a file, or a glob of tar or parquet files.
 
-    Each sample has these `parts` too, or is a Refusal. With `videos` those in a folder are samples too. The dataset is
-    read by `samples` alone, which also finds out that it has none. Raises ConfigError for a wrong `caption_extension`
-    and for a part that would be the image itself, and DatasetError if nothing of the kind is at the path.
+    A sample that lacks one of the companions `parts` is a Refusal. With `videos`, video files in a folder are samples
+    too. Nothing is read before `samples` is called, which also detects an empty dataset. Raises ConfigError for a bad
+    `caption_extension` and for a companion that would be the image itself, and DatasetError if the path holds no such
+    dataset.
     """
     root = os.path.abspath(config.path)
     if config.kind in ("webdataset", "parquet"):
@@ -31,9 +32,7 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
         companions = tuple(zip(part_names(parts), columns, strict=True))
         return WebDatasetSource(_files(root, SUFFIXES), config.caption_columns, companions)
     files = PartFiles(root, parts)
-    if not os.path.isdir(root):
-        problem = "is not a folder" if os.path.exists(root) else "does not exist"
-        raise DatasetError(root, f"{problem}; correct source.path, which begins where the command runs")
+    check_folder(root, "source.path")
     if config.kind == "imagefolder":
         return ImageFolderSource(root, config.caption_columns, files)
     extension = config.caption_extension
@@ -44,28 +43,28 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
 
 
 def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(name relative to the dataset, path) of the files with these suffixes: one file, a folder's, or a glob's."""
+    """(name relative to the dataset, path) of the files with these suffixes: a file, or those of a folder or glob."""
     if os.path.isdir(path):
         files = []
         for found in walk(path):
-            if isinstance(found, Refusal):  # its files, and so their samples, would be left out without a word
+            if isinstance(found, Refusal):  # or its samples would be missing silently
                 raise DatasetError(found.path, found.detail)
             names = (posixpath.join(found[0], name) for name in found[1] if name.lower().endswith(suffixes))
             files += [(name, os.path.join(path, name)) for name in names]
     elif os.path.exists(path):
         files = [(os.path.basename(path), path)]
     elif glob.has_magic(path):
-        # Names start where the pattern does, so that they do not depend on what else matches.
+        # Names are relative to the fixed part of the pattern, so they do not depend on what else matches.
         base = path
         while glob.has_magic(base):
             base = os.path.dirname(base)
-        # What is no file is refused by its name later.
+        # Special files are refused by name later.
         matches = sorted(file for file in glob.glob(path, recursive=True) if not os.path.isdir(file))
         files = [(os.path.relpath(file, base).replace(os.sep, "/"), file) for file in matches]
     elif "{" in path:
-        raise DatasetError(path, "does not exist; braces are not expanded: write a glob such as shard-*.tar")
+        raise DatasetError(path, "does not exist; braces are not expanded: use a glob such as shard-*.tar")
     else:
-        raise DatasetError(path, "does not exist; correct source.path, which begins where the command runs")
+        raise DatasetError(path, "does not exist; correct source.path, which is relative to the current directory")
     if not files:
         raise DatasetError(path, f"holds no {suffixes[0]} files")
     return files

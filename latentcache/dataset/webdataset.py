@@ -1,4 +1,4 @@
-"""Images that are members of tar files (WebDataset), read in place."""
+"""Images in tar files (WebDataset), read in place."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from latentcache.errors import ImageRefused
 from latentcache.types import Refusal
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-"""Of tars, also of compressed ones, so that these are refused by name."""
-# A damaged header gives a TarError; a damaged extended header also what its numbers and names give.
+"""Suffixes of tars, also of compressed ones, so that these are refused by name."""
+# A damaged header raises TarError; a damaged extended header also whatever parsing its numbers and names raises.
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError, MemoryError)
 
 _Member = tuple[str, int, int]
-"""The name of a member, where its bytes begin, and how many it has."""
+"""A member's name, offset and size in bytes."""
 _Group = dict[str, list[_Member]]
-"""The members of a key: `txt`, `json`, `.image`, and `depth.image` of `depth.png`. All in small letters."""
+"""The members of a key by kind: `txt`, `json`, `.image`, and `depth.image` for `depth.png`. All lower-case."""
 
 
 def members(path: str) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar without compression, of any kind, one in memory at a time.
+    """Iterate over the members of an uncompressed tar, of any type, keeping one in memory at a time.
 
-    Raises OSError, and ImageRefused where the tar ends early or is damaged, if so then after the member that is cut.
+    Raises OSError, and ImageRefused if the tar is truncated (after yielding the cut member) or damaged.
     """
     end, size = -1, os.path.getsize(path)
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all, a kilobyte each
-                if member.size < 0 or tar.offset <= end:  # it would lead back
+                if member.size < 0 or tar.offset <= end:  # it would point backwards
                     raise tarfile.HeaderError(f"member {member.name!r:.80} has {member.size:,} bytes")
                 end = tar.offset
                 yield member
@@ -57,22 +57,22 @@ def members(path: str) -> Iterator[tarfile.TarInfo]:
                     raise ImageRefused(path, "truncated", f"the tar ends inside its member {member.name}")
             end = tar.offset
     except _TAR_ERRORS as error:
-        detail = f"it cannot be read: {error}. A compressed tar has no random access: decompress it"
+        detail = f"it cannot be read: {error}. Decompress a compressed tar first: it has no random access"
         raise ImageRefused(path, "truncated", detail) from error
-    mark = read_range(path, end, tarfile.BLOCKSIZE)  # tarfile stops silently at anything
+    mark = read_range(path, end, tarfile.BLOCKSIZE)  # tarfile stops silently at garbage
     if len(mark) < tarfile.BLOCKSIZE or any(mark):
-        raise ImageRefused(path, "truncated", f"the tar is cut or damaged at byte {end:,}: it has no end mark there")
+        raise ImageRefused(path, "truncated", f"the tar is cut or damaged at byte {end:,}: there is no end mark")
 
 
 class WebDatasetSource(SampleSource):
-    """Tar files. Members belong together if their paths are equal up to the first dot of the file name: the key.
+    """Tar files. Members with the same key, the path up to the first dot of the file name, make up a sample.
 
-    The image is the member whose name has an image's suffix after the key, and nothing between them: `cat.jpg`, but not
-    `cat.depth.png`, which is a companion where one has the column `depth`, and else is left out. Captions are the lines
-    of `.txt`, or columns of `.json`. If columns are configured, `.json` comes first, and a column that no sample has is
-    a DatasetError at the end. Unlike in WebDataset, the members of a key may be apart in the tar. Samples come in the
-    order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the samples before
-    the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
+    The image is the member whose name is the key and an image suffix: `cat.jpg`. `cat.depth.png` is a companion if one
+    has the column `depth`; otherwise it is skipped. Captions are the lines of `.txt`, or columns of `.json`. If columns
+    are configured, `.json` wins, and a column that no sample has raises DatasetError at the end. Unlike in WebDataset,
+    the members of a key need not be adjacent. Samples are ordered by tar name, then by member. A truncated or damaged
+    tar is a Refusal, after the samples before the damage; so is its last key, whose caption may be lost. A second image
+    with the same key is refused.
     """
 
     kind = "webdataset"
@@ -83,7 +83,7 @@ class WebDatasetSource(SampleSource):
         caption_columns: tuple[str, ...] | None,
         companions: tuple[tuple[str, str], ...] = (),
     ):
-        """`shards`: (name, path) of each tar, sorted. `companions`: (name, column) of each."""
+        """`shards` are sorted pairs (name, path). `companions` are pairs (name, column)."""
         self.path = shards[0][1]
         self._shards, self._columns = tuple(shards), caption_columns
         self._companions = [(name, column.lower()) for name, column in companions]
@@ -106,13 +106,13 @@ class WebDatasetSource(SampleSource):
         except OSError as error:
             raise unreadable(sample.path, error) from error
         if then is not None and (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
-            raise ImageRefused(sample.path, "changed", "the tar was changed during the run; run precache again")
+            raise ImageRefused(sample.path, "changed", "the tar changed during the run; run precache again")
         return data
 
     def _samples_of(
         self, name: str, path: str, signature: Signature, columns: CaptionColumns
     ) -> Iterator[Sample | Refusal]:
-        """The samples of a tar, whose headers are all read first: a caption may come long after its image."""
+        """The samples of a tar. All headers are read first, because a caption may come long after its image."""
         groups: dict[str, _Group] = {}
         refused: list[Refusal] = []
         key = ""
@@ -128,11 +128,11 @@ class WebDatasetSource(SampleSource):
                     place = member.name, member.offset_data, member.size
                     groups.setdefault(key, {}).setdefault(what, []).append(place)
                 else:
-                    problem = "not a regular member of the tar"
+                    problem = "the tar member is not a regular file"
                     refused.append(Refusal(f"{name}/{key}", f"{path}#{member.name}", "unreadable", problem))
         except ImageRefused as damage:
             if cut := groups.pop(key, {}).get(".image"):
-                detail = "the tar is cut or damaged after this image, where its caption may have been"
+                detail = "the tar is cut or damaged after this image, so its caption may be lost"
                 refused.append(Refusal(f"{name}/{key}", f"{path}#{cut[0][0]}", "truncated", detail))
             refused.append(refusal_of(name, path, damage))
         for key, group in groups.items():
@@ -145,9 +145,7 @@ class WebDatasetSource(SampleSource):
         if ".image" not in group:
             known = [f"{column}.image" for _, column in self._companions]
             if others := [what for what in group if what.endswith(".image") and what not in known]:
-                detail = (
-                    "its name has a dot before the suffix, so it is no image of its key: rename it, or name the column"
-                )
+                detail = "its name has a dot before the suffix, so it is not an image: rename it, or name the column"
                 yield Refusal(sample_id, f"{path}#{group[others[0]][0][0]}", "missing", detail)
             return
         (member, *image), *again = group[".image"]
@@ -161,23 +159,23 @@ class WebDatasetSource(SampleSource):
         except ImageRefused as error:
             yield refusal_of(sample_id, place, error)
         for file, _, _ in again:
-            yield Refusal(sample_id, f"{path}#{file}", "duplicate", f"the key has an image already: {member}")
+            yield Refusal(sample_id, f"{path}#{file}", "duplicate", f"the key already has an image: {member}")
 
     def _companions_of(self, path: str, group: _Group) -> list[_Member]:
-        """Raises ImageRefused, naming the companion, for one that is not there or there twice."""
+        """The companions of a key. Raises ImageRefused, naming the companion, for a missing or duplicate one."""
         found = []
         for name, column in self._companions:
             places = group.get(f"{column}.image", [])
             if not places:
-                raise ImageRefused(path, "missing", f"{name}: its key has no member .{column} of an image")
+                raise ImageRefused(path, "missing", f"{name}: the key has no image member .{column}")
             if len(places) > 1:
                 names = ", ".join(member for member, _, _ in places)
-                raise ImageRefused(path, "duplicate", f"{name}: its key has several: {names}")
+                raise ImageRefused(path, "duplicate", f"{name}: the key has several, {names}; keep one")
             found += places
         return found
 
     def _captions(self, path: str, group: _Group, columns: CaptionColumns) -> tuple[str, ...]:
-        """Raises ImageRefused."""
+        """The captions of a key. Raises ImageRefused."""
         places = {what: group[what] for what in ("txt", "json") if what in group}
         for several in places.values():
             if len(several) > 1:
@@ -188,6 +186,6 @@ class WebDatasetSource(SampleSource):
             except (ValueError, RecursionError) as error:
                 raise bad_caption(path, f"its .json cannot be read: {error}") from error
             if not isinstance(row, dict):
-                raise bad_caption(path, f"its .json holds a {type(row).__name__}; an object is needed")
+                raise bad_caption(path, f"its .json holds a {type(row).__name__}; expected an object")
             return columns.captions(row, path)
         return captions_at(path, places["txt"][0][1:]) if "txt" in places else ()
