@@ -1,25 +1,24 @@
-"""The validation loss. The noise and timesteps of a sample never change, so that two checkpoints can be compared."""
+"""The validation loss. Each sample keeps its noise and timesteps, so losses of two checkpoints can be compared."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, dtype_of
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
-from latentcache.families.base import MASK, Family
+from latentcache.families.base import Family
 from latentcache.identity import canonical_json, digest, seed_of
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import SampleRef, no_texts
 from latentcache.models.running import uncached_autocast
-from latentcache.types import Batch, Padding
+from latentcache.types import Batch
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss_parts import check_controls, check_masked, masked_errors
 from latentcache.validation.metrics import (
@@ -33,15 +32,15 @@ from latentcache.validation.metrics import (
 from latentcache.validation.noise_schedule import NoiseSchedule, index_in, strata
 
 BATCH_SIZE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Largest relative difference of a sample's loss between two batch sizes, by the dtype of the denoiser or of autocast.
+"""Upper bound of the relative difference of a sample's loss between two batch sizes, by the dtype of the computation.
 
-Kernels round differently for other batch sizes. Measured with tiny UNets on a CPU, batch sizes 1 to 16: 8e-7 in
-float32 and 3e-4 in float16. Ten times that is allowed, because other devices have other kernels. bfloat16 rounds
-eight times as coarsely as float16. With TF32, float32 is as coarse as float16.
+Kernels round differently at different batch sizes. Tiny UNets on a CPU at batch sizes 1 to 16 differed by 8e-7 in
+float32 and 3e-4 in float16. The bounds are ten times that, because other devices use other kernels. bfloat16 is eight
+times as coarse as float16. float32 with TF32 is as coarse as float16.
 """
 
 LOOK_AHEAD = 32
-"""Samples that are prefetched at once."""
+"""How many samples to prefetch at once."""
 
 logger = logging.getLogger("latentcache")
 
@@ -57,24 +56,26 @@ def validation_loss(
     device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> LossReport:
-    """The mean squared error of the denoiser's prediction on cached samples, without any encoder.
+    """Measure the mean squared error of the denoiser's prediction on cached samples, without any encoder.
 
-    `datasets` names manifests; by default all with the role `validation` (StoreError if there are none). `scheduler`
-    is a NoiseSchedule, or what `NoiseSchedule.of` reads one from. Of `settings` the timesteps, the seed, `snr_gamma`
-    and the batch size count. The mean of the stored moments and the first caption are used, and masks count as in
-    `masked_errors`. Noise depends on seed, sample_id and timestep alone, and the timesteps on seed and sample_id: one
-    from each of `num_timesteps` equal parts of what is used of the schedule, so that many samples cover each part.
+    The loss uses the mean of the stored moments and the first caption, and weights errors by the mask
+    (`masked_errors`). The noise depends only on seed, sample_id and timestep, the timesteps only on seed and sample_id.
+    Each sample gets one timestep from each of `num_timesteps` equal parts of the schedule's used range.
 
-    The denoiser is used where it is and in the mode it is in: call its `eval()` first, and give the plain module, not
-    DDP's. Inputs go to its device; name a `device` where its blocks are swapped, so that it lies on several.
-    `autocast` is float16 or bfloat16; with None a surrounding autocast stays in force. Gradients are off. Two runs with
-    one batch size on one machine are equal to the last bit (if cudnn.benchmark is off: it picks kernels by time); see
-    BATCH_SIZE_TOLERANCE for others.
+    `denoiser` is the plain module, not DDP's wrapper. It keeps its device and its mode, so call its `eval()` first.
+    With swapped blocks its weights lie on several devices: then name the `device` that it runs on. `scheduler` is
+    anything that `NoiseSchedule.of` takes, `datasets` names manifests (default: all with the role `validation`), and
+    `autocast` is float16, bfloat16, or None for the surrounding autocast. Gradients are off.
 
-    A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
-    raised. A loss that is not finite is NaN, and so is each mean that it is in. ConfigError for settings that the
-    schedule does not allow, and for control images that the denoiser is not given (`check_controls`), and for one that
-    inpaints where masked images are lacking; StoreError for datasets of several model families.
+    Two runs with one batch size on one machine give identical bits unless cudnn.benchmark is on, which picks kernels by
+    speed; for other batch sizes see BATCH_SIZE_TOLERANCE. A missing or damaged sample is skipped, logged and listed. A
+    loss that is not finite is reported as NaN, and so is every mean that includes it.
+
+    Raises:
+        ConfigError: The schedule does not allow the settings, the denoiser does not read the samples' control images,
+            or it inpaints and samples have no masked image.
+        StoreError: There is nothing to measure, or the datasets belong to several model families.
+        SampleError: No sample can be read. It is the error of the first one.
     """
     settings = settings or ValidationConfig()
     schedule = check_loss_settings(scheduler, settings, autocast)
@@ -103,10 +104,10 @@ def validation_loss(
 def check_loss_settings(
     scheduler: Any, settings: ValidationConfig, autocast: torch.dtype | None
 ) -> tuple[NoiseSchedule, tuple[range, ...]]:
-    """The schedule, and the parts of it that are measured. ConfigError for settings that cannot be used."""
+    """Return the schedule and the parts to draw timesteps from. Raises ConfigError for unusable settings."""
     schedule = NoiseSchedule.of(scheduler)
     if settings.snr_gamma is not None:
-        schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none
+        schedule.snr(torch.zeros(1, dtype=torch.int64))  # raises for flow matching, which has none
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ConfigError(f"autocast is {autocast}; torch.float16, torch.bfloat16 or None are allowed")
     first, parts = schedule.used.start, strata(len(schedule.used), settings.num_timesteps)
@@ -116,7 +117,7 @@ def check_loss_settings(
 def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[str]:
     if datasets is not None:
         if not datasets:
-            raise StoreError("datasets is empty: name a manifest, or give None for all with the role validation")
+            raise StoreError("datasets is empty: name a manifest, or pass None for all with the role validation")
         return list(datasets)
     roles = {name: cache.manifest(name).role for name in cache.dataset_names()}
     names = [name for name, role in roles.items() if role == "validation"]
@@ -130,7 +131,7 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
 
 
 def _view(cache: LatentCache, name: str) -> LatentCache:
-    """The cache restricted to one manifest: a sample_id may be in several. StoreError without images, or texts."""
+    """Restrict the cache to one manifest. Raises StoreError if it has no images or no cached texts."""
     view = cache.restricted(name)
     if not view.manifest(name).has_texts:
         raise no_texts(f"{name}: the loss is measured with cached texts")
@@ -143,12 +144,14 @@ def _family_of(views: Mapping[str, LatentCache]) -> Family:
     family = next(iter(found.values()))
     others = {name: other.name for name, other in found.items() if other is not family}
     if others:
-        raise StoreError(f"the datasets are of several model families, {family.name} and {others}: measure each alone")
+        raise StoreError(
+            f"the datasets belong to several model families, {family.name} and {others}: measure each alone"
+        )
     return family
 
 
 def _data_digest(view: LatentCache, name: str) -> str:
-    """What the measured samples resolve to: it changes with any sample, part, first caption, VAE or text encoder."""
+    """Digest of the measured keys: another sample, part, first caption, VAE or text encoder changes it."""
     rows = [row for row in view.manifest(name).rows.values() if row.refusal is None]
     images = {row.sample_id: [ref.key for ref in row.images if ref.crop == 0 and not ref.geometry.flip] for row in rows}
     captions = {row.sample_id: [ref.key for ref in row.captions[:1]] for row in rows}
@@ -156,27 +159,12 @@ def _data_digest(view: LatentCache, name: str) -> str:
     return digest(canonical_json([images, captions, *([parts] if parts else [])]))
 
 
-@dataclass(frozen=True, slots=True)
-class _TimestepSample:
-    """A pair of a sample (a batch of one, on the device) and an index of the schedule."""
+class _Draw(NamedTuple):
+    """One sample at one noise level: its row in a batch, and an index of the schedule."""
 
+    row: int
     sample_id: str
-    index: int
-    sample: Batch
-
-
-def _announced(view: LatentCache, refs: Sequence[SampleRef]) -> Iterator[SampleRef]:
-    """The samples, of which some are always said to be read soon."""
-    for at in range(0, len(refs), LOOK_AHEAD):
-        view.prefetch(refs[at : at + LOOK_AHEAD])
-        yield from refs[at : at + LOOK_AHEAD]
-
-
-def _padded(rows: torch.Tensor, length: int, rule: Padding) -> torch.Tensor:
-    """Rows [1, L, ...] with padding, [1, length, ...]: as the store pads a batch."""
-    at = 0 if rule.side == "left" else rows.shape[1] - rule.num_last
-    blank = rows.new_full((1, length - rows.shape[1], *rows.shape[2:]), rule.value)
-    return torch.cat([rows[:, :at], blank, rows[:, at:]], dim=1)
+    level: int
 
 
 class _Measurement:
@@ -200,13 +188,11 @@ class _Measurement:
         self.dtype = dtype_of(denoiser) or torch.float32
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
-        rules = {name: field.padding for name, field in family.fields.items() if field.padding is not None}
-        self._padded = rules | {f"{name}{MASK}": replace(rule, value=0) for name, rule in rules.items()}
         self.skipped: list[SkippedSample] = []
         self.errors: list[SampleError] = []
 
     def described(self, datasets: dict[str, str]) -> MeasurementSettings:
-        """What determines the losses, with the digests of the datasets."""
+        """The settings that determine the losses, with the digests of the datasets."""
         return MeasurementSettings(
             prediction_type=self.schedule.prediction_type,
             schedule=self.schedule.digest,
@@ -220,19 +206,18 @@ class _Measurement:
         )
 
     def run(self, views: Mapping[str, LatentCache]) -> dict[str, dict[str, list[float]]]:
-        """By dataset and sample_id the loss of each timestep."""
+        """The loss at each timestep, by dataset and sample_id."""
         losses: dict[str, dict[str, list[float]]] = {}
         num_samples = sum(len(view.sample_ids()) for view in views.values())
         self.progress.start("validation loss", num_samples * len(self.strata))
         try:
             with torch.no_grad(), uncached_autocast(self.device, self.autocast):
                 for name, view in views.items():
-                    losses[name], num_skipped = {}, len(self.skipped)
-                    for pairs in self._batches(name, view):
-                        for pair, loss in zip(pairs, self._losses(pairs), strict=True):
-                            losses[name].setdefault(pair.sample_id, []).append(loss)
-                        self.progress.advance(len(pairs))
-                    self.progress.advance(len(self.strata) * (len(self.skipped) - num_skipped))
+                    losses[name] = {}
+                    for batch, draws in self._batches(name, view):
+                        for draw, loss in zip(draws, self._losses(batch, draws), strict=True):
+                            losses[name].setdefault(draw.sample_id, []).append(loss)
+                        self.progress.advance(len(draws))
         finally:
             self.progress.finish()
         if not any(losses.values()):
@@ -243,8 +228,8 @@ class _Measurement:
             )
         return losses
 
-    def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
-        """Pairs of a sample and a timestep, all of one bucket, parts too. The manifest's order does not count."""
+    def _batches(self, name: str, view: LatentCache) -> Iterator[tuple[Batch, list[_Draw]]]:
+        """Samples of one bucket on the device, and `batch_size` draws from them. The manifest's order has no effect."""
         buckets: dict[tuple[Any, ...], list[SampleRef]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
@@ -253,44 +238,52 @@ class _Measurement:
                 self._skip(name, error)
             else:
                 buckets.setdefault((ref.layout.extent, ref.parts), []).append(ref)
-        for bucket in sorted(buckets):
-            pairs = (pair for ref in _announced(view, buckets[bucket]) for pair in self._pairs(name, view, ref))
-            while batch := list(islice(pairs, self.settings.batch_size)):
-                yield batch
+        size = self.settings.batch_size
+        num = size // math.gcd(size, len(self.strata))  # the fewest samples whose draws fill every batch
+        for bucket in (buckets[key] for key in sorted(buckets)):
+            for at in range(0, len(bucket), num):
+                if at % LOOK_AHEAD < num:
+                    view.prefetch(bucket[at : at + LOOK_AHEAD + num])
+                refs, batch = self._read(name, view, bucket[at : at + num])
+                draws = [draw for row, ref in enumerate(refs) for draw in self._draws(row, ref.sample_id)]
+                for first in range(0, len(draws), size):
+                    yield batch, draws[first : first + size]
 
-    def _pairs(self, name: str, view: LatentCache, ref: SampleRef) -> Iterator[_TimestepSample]:
-        """The sample at each of its timesteps, read once; nothing if it cannot be read."""
-        try:
-            sample = self._placed(ref, view.gather([ref], scaled=True))
-        except SampleError as error:
-            self._skip(name, error)
-            return
-        offset = seed_of("timesteps", self.settings.seed, ref.sample_id)
-        for stratum in self.strata:
-            yield _TimestepSample(ref.sample_id, index_in(stratum, offset), sample)
+    def _read(self, name: str, view: LatentCache, refs: Sequence[SampleRef]) -> tuple[Sequence[SampleRef], Batch]:
+        """Those of the samples that can be read, and their tensors on the device, in the denoiser's dtype."""
+        while refs:
+            try:
+                gathered = view.gather(refs, scaled=True)
+            except SampleError as error:
+                self._skip(name, error)
+                [unread] = (ref for ref in refs if ref.sample_id == error.sample_id)
+                refs = [ref for ref in refs if ref is not unread]
+            else:
+                placed = to_device(gathered, self.device, dtype=torch.float32, scaling=refs[0].facts.scaling)
+                del placed["loss_weight"]  # for training only: a validation weights all samples alike
+                batch = {field: value for field, value in placed.items() if isinstance(value, torch.Tensor)}
+                kept = ("latents", "add_time_ids")  # in float32
+                own = [field for field in batch if field not in kept and batch[field].is_floating_point()]
+                return refs, batch | {field: batch[field].to(self.dtype) for field in own}
+        return refs, {}
 
-    def _placed(self, ref: SampleRef, batch: Batch) -> Batch:
-        """The tensors of a sample as the denoiser takes them, on the device."""
-        batch = to_device(batch, self.device, dtype=torch.float32, scaling=ref.facts.scaling)
-        del batch["loss_weight"]  # it is for training: the mean of a validation counts all samples alike
-        sample = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        texts = [
-            name for name in sample if name not in ("latents", "add_time_ids") and sample[name].is_floating_point()
-        ]
-        return sample | {name: sample[name].to(self.dtype) for name in texts}
+    def _draws(self, row: int, sample_id: str) -> Iterator[_Draw]:
+        offset = seed_of("timesteps", self.settings.seed, sample_id)
+        return (_Draw(row, sample_id, index_in(stratum, offset)) for stratum in self.strata)
 
     def _skip(self, name: str, error: SampleError) -> None:
-        logger.warning("validation of %s goes on without a sample: %s", name, error)
+        logger.warning("validation of %s continues without one sample: %s", name, error)
         self.skipped.append(SkippedSample(dataset=name, sample_id=error.sample_id, reason=error.reason))
         self.errors.append(error)
+        self.progress.advance(len(self.strata))
 
-    def _losses(self, pairs: Sequence[_TimestepSample]) -> list[float]:
-        """The loss of each pair: one call of the denoiser, and one wait for the device."""
-        names = pairs[0].sample
-        inputs = {name: self._joined(name, [pair.sample[name] for pair in pairs]) for name in names}
+    def _losses(self, batch: Batch, draws: Sequence[_Draw]) -> list[float]:
+        """The loss of each draw. It calls the denoiser once, and waits for the device once."""
+        rows = torch.tensor([draw.row for draw in draws], device=self.device)
+        inputs = {name: tensor[rows] for name, tensor in batch.items()}
         latents = inputs.pop("latents")
-        noise = torch.stack([self._noise(pair, latents.shape[1:]) for pair in pairs]).to(self.device)
-        index = torch.tensor([pair.index for pair in pairs])
+        noise = torch.stack([self._noise(draw, latents.shape[1:]) for draw in draws]).to(self.device)
+        index = torch.tensor([draw.level for draw in draws])
         placed_index = index.to(self.device)
         noisy = self.placed_schedule.noised(latents, noise, placed_index).to(self.dtype)
         prediction = self.family.predict(self.denoiser, noisy, self.placed_schedule.timesteps[placed_index], inputs)
@@ -308,15 +301,7 @@ class _Measurement:
             losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
         return losses
 
-    def _joined(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One batch of these; texts of several lengths are padded to the longest, as the family has it."""
-        longest = max(tensor.shape[1] for tensor in tensors)
-        if all(tensor.shape[1] == longest for tensor in tensors) or name not in self._padded:
-            return torch.cat([*tensors])
-        rule = self._padded[name]
-        return torch.cat([_padded(tensor, longest, rule) for tensor in tensors])
-
-    def _noise(self, pair: _TimestepSample, shape: torch.Size) -> torch.Tensor:
-        # Drawn on the CPU, one pair at a time: the noise depends on no device, no batch and no other sample.
-        generator = torch.Generator().manual_seed(seed_of("noise", self.settings.seed, pair.sample_id, pair.index))
+    def _noise(self, draw: _Draw, shape: torch.Size) -> torch.Tensor:
+        # On the CPU and one at a time, so that the noise depends on neither the device nor the batch.
+        generator = torch.Generator().manual_seed(seed_of("noise", self.settings.seed, draw.sample_id, draw.level))
         return torch.randn(shape, generator=generator, dtype=torch.float32)
