@@ -37,21 +37,37 @@ def validate(
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> CheckpointValidation:
-    """Validate a denoiser on the cached validation sets of a config, and write the results.
+    """Validate a denoiser on a config's cached validation sets, without a text encoder, and write the results.
 
-    `denoiser` is anything that `models.denoiser.load_denoiser` reads, by default the model's own; `lora` a LoRA on
-    top of it. The device is `encode.device`, `dtype` that of the denoiser: `auto` is on an accelerator that of the
-    family (float16 or bfloat16), float32 on the CPU. No text encoder is loaded. The results are those of `step`, by
-    default what the LoRA or the denoiser says (`saved_step`), and 0 for the model's own. `against` is the metrics.json
-    of another checkpoint: the result has the difference of the losses. Raises ConfigError, also for a step that nobody
-    says, MetricsError, ModelError, DeviceError, and StoreError for what is not cached.
+    Args:
+        config: The device is its `encode.device`.
+        denoiser: Anything that `models.denoiser.load_denoiser` reads. Default: the model's own.
+        lora: A LoRA to load on top of it.
+        lora_scale: Its strength.
+        dtype: The denoiser's. `auto`: the family's (float16 or bfloat16) on an accelerator, float32 on the CPU.
+        step: The results go to this step's folder. Default: the LoRA's or denoiser's own (`saved_step`), else 0.
+        against: The metrics.json of another checkpoint, to also report the difference of the losses.
+        progress: Shows how much of the loss is measured.
+
+    Raises:
+        ConfigError: A setting cannot be used, or the step is unknown.
+        MetricsError: `against` cannot be read.
+        ModelError, DeviceError: The model or its device cannot be used.
+        StoreError: A validation set or prompt is not cached.
     """
     other = None if against is None else _losses_in(against)
     device = device_named(config.encode.device)
-    # Opened first: an empty cache is reported before any model is loaded.
+    # All that needs no model is checked before one is loaded.
     with LatentCache(config.cache) as cache:
         model, family = config.model, family_of(config.model)[0]
-        check_controls(family, cache, validation_sets(cache, config), config)
+        names = validation_sets(cache, config)
+        if other is not None and not names:
+            raise ConfigError(
+                "there is no loss to compare: no dataset of the config or the cache has the role validation",
+                source=str(against),
+                key="datasets",
+            )
+        check_controls(family, cache, names, config)
         loaded = load_denoiser(denoiser, dtype=_dtype(dtype, device, family), model=model, family=family)
         scheduler = load_scheduler(denoiser, model=model, family=family)
         parts: dict[str, Any] = {family.denoiser: loaded, "scheduler": scheduler}
@@ -66,21 +82,15 @@ def validate(
         phases = Phases(parts, device=device)
         within = denoised_share(model, family)
         runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress, within=within)
-        if other is not None and not runner.measures_loss():
-            raise ConfigError(
-                "there is no loss to compare: no dataset of the config or the cache has the role validation",
-                source=str(against),
-                key="datasets",
-            )
         report = runner.run(step)
-        assert report is not None and runner.paths is not None, "one process has no other ranks"
+        assert report is not None and runner.paths is not None, "this is the first process"
     difference = None if other is None or report.loss is None else paired_difference(report.loss, other)
     return CheckpointValidation(report, runner.paths, str(against) if against else None, difference)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointValidation:
-    """A report and its files; with the mean difference of the losses to those in `against`, sample by sample."""
+    """A report and its files, and how the losses differ from those in `against`, paired by sample."""
 
     report: ValidationReport
     paths: ResultPaths
@@ -88,12 +98,12 @@ class CheckpointValidation:
     difference: Estimate | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The report's document, its images with paths that open."""
+        """The report as JSON, with full paths of the images."""
         compared = None if self.difference is None else {"against": self.against, **self.difference.model_dump()}
         return self.report.to_json(self.paths.folder) | {"difference": compared}
 
     def to_text(self) -> str:
-        """The report for people."""
+        """The report as text."""
         lines = [self.report.to_text()]
         if self.difference is not None:
             sign = "+" if self.difference.mean > 0 else ""
@@ -102,21 +112,21 @@ class CheckpointValidation:
 
 
 def _step_of(path: str | None) -> int:
-    """The step of a LoRA or a denoiser; 0 for the model's own. ConfigError where nothing says it."""
+    """The step of a LoRA or a denoiser, 0 for the model's own. Raises ConfigError if it is unknown."""
     if path is None:
         return 0
     step = saved_step(Path(path))
     if step is None:
-        raise ConfigError("says neither inside nor in its name of which step it is: give --step", source=path)
+        raise ConfigError("the step is neither in the file nor in its name: give --step", source=path)
     return step
 
 
 def _losses_in(path: Path) -> LossReport:
-    """The losses in a metrics.json, or a link to one. MetricsError, or ConfigError if it has none."""
+    """Read the losses from a metrics.json, or a link to one. Raises MetricsError, or ConfigError if it has none."""
     loss = read_losses(path.resolve())
     if loss is None:
         raise ConfigError(
-            "is the metrics.json of a validation that measured no loss; name one that did, in validation.path/<step>/",
+            "that validation measured no loss; name the metrics.json of one that did, in validation.path/<step>/",
             source=str(path),
         )
     return loss
@@ -126,5 +136,5 @@ def _dtype(name: str, device: torch.device, family: Family) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else DTYPES[family.text_dtype]
     if name not in DTYPES:
-        raise ConfigError(f"--dtype is {name!r}, but one of auto, {', '.join(DTYPES)} is needed")
+        raise ConfigError(f"--dtype is {name!r}; it must be one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -1,4 +1,4 @@
-"""What the further parts of samples mean for a loss: masks weight it, and control images have to be read."""
+"""How the parts of a sample affect a loss: masks weight it, and the denoiser must read the control images."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from latentcache.loading.cache import LatentCache
 
 
 def masked_errors(errors: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The errors of a prediction, weighted by the batch's `mask`; the same tensor where the batch has none.
+    """Weight the errors of a prediction by the batch's `mask`. A batch without a mask leaves them unchanged.
 
-    `errors` [B, C, (F,) h, w] are floating point, in the layout of the batch's scaled latents, one for each number:
-    `F.mse_loss(predicted, target, reduction="none")`. The weight is `mask / 255`. The loss is the mean of what is
-    returned over all places, also those that do not count: a sample of which half counts adds half as much, and one of
-    which nothing counts adds zero. So do kohya's sd-scripts (`apply_masked_loss`, custom_train_functions.py) and
-    OneTrainer (`masked_losses` without `normalize_masked_area_loss`, its default; its `unmasked_weight` is a grey of
-    the mask). Where 2x2 patches of latents are channels, each number has the weight of its own latent, as
-    OneTrainer has it.
+    `errors` [B, C, (F,) h, w] has the layout of the batch's scaled latents, such as
+    `F.mse_loss(predicted, target, reduction="none")`. Each latent's weight is `mask / 255`. Take the mean of the result
+    over all latents, masked ones included: a half-masked sample then adds half as much to the loss, and a fully masked
+    one adds zero. kohya's sd-scripts (`apply_masked_loss`, custom_train_functions.py) and OneTrainer by default
+    (`masked_losses`, no `normalize_masked_area_loss`) do the same; OneTrainer's `unmasked_weight` is a grey mask here.
+    If 2x2 patches of latents are folded into channels, each channel has its own latent's weight, as in OneTrainer.
 
-    StoreError for errors of another layout, such as tokens.
+    Raises StoreError for errors of another layout, such as tokens.
     """
     mask: torch.Tensor | None = batch.get("mask")
     if mask is None:
@@ -38,16 +37,16 @@ def masked_errors(errors: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tenso
         weights = patchified(weights).repeat(1, errors.shape[1] // 4, 1, 1)
     if errors.ndim not in (4, 5) or weights.shape[-2:] != errors.shape[-2:] or len(weights) != len(errors):
         raise StoreError(
-            f"the errors are {list(errors.shape)}, but the mask is {list(mask.shape)}: give errors [B, C, h, w] (of a "
+            f"the errors are {list(errors.shape)}, but the mask is {list(mask.shape)}: give errors [B, C, h, w] (for "
             "video [B, C, F, h, w]) in the layout of the batch's latents"
         )
     return errors * (weights.unsqueeze(2) if errors.ndim == 5 else weights)
 
 
 def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], config: Config | None = None) -> None:
-    """ConfigError if one of these datasets has control images, and the denoiser of the family is not given them.
+    """Raise ConfigError if one of these datasets has control images that the family's denoiser does not read.
 
-    It would learn, or be measured, without its input. What is cached of them counts, and what `config` says of them.
+    The denoiser would be trained or measured without them. Cached images count, and so does `control` in `config`.
     """
     reason = unread_controls(family)
     if reason is None:
@@ -60,13 +59,13 @@ def check_controls(family: Family, cache: LatentCache, datasets: Iterable[str], 
     if found:
         raise ConfigError(
             f"{', '.join(found)}: has control images, but {reason}. Train one of those families, or remove `control` "
-            "of the dataset and run `latentcache precache CONFIG`",
+            "from the dataset and run `latentcache precache CONFIG`",
             key="datasets.control",
         )
 
 
 def check_masked(denoiser: Any, family: Family, cache: LatentCache, datasets: Iterable[str]) -> None:
-    """ConfigError if the denoiser inpaints, and one of these datasets is cached without masked images."""
+    """Raise ConfigError if the denoiser inpaints and one of these datasets is cached without masked images."""
     cached = cache.manifests.names()
     lacking = [each for each in datasets if each in cached and not _has("masked image", cache.manifest(each))]
     if lacking and family.inpaints(denoiser):
@@ -74,6 +73,7 @@ def check_masked(denoiser: Any, family: Family, cache: LatentCache, datasets: It
 
 
 def _has(role: str, manifest: Manifest) -> bool:
-    """Every sample has all parts of its dataset, or is refused."""
+    """Whether the dataset has parts of this role."""
+    # One sample tells: each has all parts of its dataset, or is refused.
     first = next((row for row in manifest.rows.values() if row.refusal is None), None)
     return first is not None and any(part.role == role for part in first.parts)

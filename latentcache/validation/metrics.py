@@ -1,6 +1,6 @@
-"""The numbers of a validation: estimates, and the report of a loss, which metrics.json has. They need no torch.
+"""The numbers of a validation, as metrics.json holds them: estimates and loss reports. Needs no torch.
 
-A report is read back from metrics.json for the curve of the earlier steps, and to compare two checkpoints.
+Reports are read back from metrics.json to plot earlier steps and to compare two checkpoints.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ logger = logging.getLogger("latentcache")
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""Larger numbers have no place on a plot's axis."""
+"""Bounded, so that float64, and with it a plot's axis, can hold it."""
 Loss = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""JSON has no NaN: a loss that is NaN is null there."""
+"""A loss. NaN is null in the file, because JSON has no NaN."""
 Rows = Annotated[tuple[T, ...], Strict(False)]
-"""A tuple that is a list in JSON."""
+"""A tuple, which is a list in JSON."""
 
 
 class _Schema(BaseModel):
-    """Frozen; a value of another type is refused, not converted; fields of later versions are ignored."""
+    """A frozen part of metrics.json. Types are strict, and fields of later versions are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", populate_by_name=True)
 
@@ -40,8 +40,8 @@ class _Schema(BaseModel):
 class Estimate(_Schema):
     """A mean loss with its standard error, std(ddof=1) / sqrt(num).
 
-    `standard_error` is None where it is not defined: of fewer than two values, or if one is not finite. Then, and of
-    no values, the mean is NaN.
+    `standard_error` is None for fewer than two values, or if one is not finite. The mean is NaN if a value is not
+    finite, or if there are none.
     """
 
     mean: Loss = Field(alias="loss")
@@ -50,7 +50,7 @@ class Estimate(_Schema):
 
     @classmethod
     def of(cls, values: Sequence[float], **fields: int) -> Self:
-        """The estimate from these values; `fields` are those that a subclass adds."""
+        """Estimate from these values. `fields` are the subclass's own."""
         num, mean = len(values), mean_of(values)
         if num < 2 or math.isnan(mean):
             return cls(mean=mean, standard_error=None, num=num, **fields)
@@ -58,13 +58,13 @@ class Estimate(_Schema):
         return cls(mean=mean, standard_error=math.sqrt(variance / num), num=num, **fields)
 
     def to_text(self) -> str:
-        """The mean with its standard error, for people."""
+        """The mean with its standard error, as text."""
         error = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
         return f"{self.mean:.6g}{error} ({self.num} sample{'' if self.num == 1 else 's'})"
 
 
 class TimestepBin(Estimate):
-    """The loss at timesteps `first` <= t < `end`, in steps of the training schedule: over all samples."""
+    """The loss of all samples at timesteps `first` <= t < `end`, counted in steps of the training schedule."""
 
     first: Count
     end: Count
@@ -85,10 +85,10 @@ class SkippedSample(_Schema):
 
 
 class MeasurementSettings(_Schema):
-    """What determines the losses, except the denoiser's weights. Only losses with equal settings may be compared.
+    """All that determines the losses besides the denoiser's weights. Only losses with equal settings are comparable.
 
-    `schedule` is the digest of the noise schedule. `datasets` maps each name to the digest of its samples. Settings of
-    later versions are kept, and compared too.
+    `schedule` is the digest of the noise schedule. `datasets` maps each name to the digest of its samples. Settings
+    that a later version added are kept and compared too.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -104,21 +104,21 @@ class MeasurementSettings(_Schema):
     datasets: dict[str, str]
 
     def differences(self, other: MeasurementSettings) -> Iterator[str]:
-        """What differs, in words. Of the datasets those count that are in both."""
-        mine, others = self.model_dump(), other.model_dump()
-        for name in sorted((mine.keys() | others.keys()) - {"datasets"}):
-            if mine.get(name) != others.get(name):
-                yield f"{name} is {mine.get(name)!r} in one and {others.get(name)!r} in the other"
+        """Describe each difference. Datasets that only one of the two has are ignored."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        for name in sorted((mine.keys() | theirs.keys()) - {"datasets"}):
+            if mine.get(name) != theirs.get(name):
+                yield f"{name} is {mine.get(name)!r} in one and {theirs.get(name)!r} in the other"
         for name in sorted(self.datasets.keys() & other.datasets.keys()):
             if self.datasets[name] != other.datasets[name]:
                 yield f"dataset {name} has other samples, captions or encoders in one than in the other"
 
 
 class LossReport(_Schema):
-    """What `validation_loss` found, as metrics.json has it.
+    """The result of `validation_loss`, with the field names of metrics.json as aliases.
 
-    A sample's loss is the mean over its timesteps, `loss` the mean over samples: a sample of two datasets counts in
-    each. `by_sample` goes by dataset, then sample_id. `skipped` lists the samples that are in no mean.
+    A sample's loss is the mean over its timesteps, and `loss` is the mean over samples. A sample in two datasets counts
+    twice. `by_sample` maps dataset and sample_id to the loss. `skipped` lists samples that no mean includes.
     """
 
     mean: Loss = Field(alias="loss")
@@ -137,22 +137,22 @@ class LossReport(_Schema):
 
 
 class _MeasuredStep(LossReport):
-    """What is read back of a metrics.json."""
+    """The part of a metrics.json that is read back."""
 
     step: Count
 
 
 def loss_fields(report: LossReport | None) -> dict[str, Any]:
-    """The fields of metrics.json about the loss: null where none was measured, as is a loss that is NaN."""
+    """The fields of metrics.json about the loss, all None if none was measured."""
     if report is None:
         return dict.fromkeys(field.alias or name for name, field in LossReport.model_fields.items())
     return report.model_dump(by_alias=True)
 
 
 def read_losses(path: Path) -> LossReport | None:
-    """The losses in the metrics.json at `path`, or None if none was measured.
+    """Read the losses from the metrics.json at `path`. Returns None if that validation measured none.
 
-    MetricsError for a file that cannot be read, that is damaged, or that another program wrote.
+    Raises MetricsError for a file that is unreadable, damaged, or written by another program.
     """
     try:
         document = json.loads(path.read_bytes())
@@ -167,17 +167,17 @@ def read_losses(path: Path) -> LossReport | None:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean in float64, independent of the order: NaN of no values, and if one is not finite."""
+    """The mean in float64, independent of the order. NaN if there are no values, or if one is not finite."""
     if not values or not all(map(math.isfinite, values)):
         return math.nan
     return math.fsum(values) / len(values)
 
 
 def paired_difference(report: LossReport, other: LossReport) -> Estimate:
-    """The mean of `report` minus `other`, sample by sample, over the samples that both have.
+    """The mean of `report` minus `other`, paired by sample, over the samples that both have.
 
-    Its standard error is that of the differences: far smaller than that of either mean, because what makes a sample
-    hard is in both. ConfigError names what differs when the two were not measured with the same settings.
+    Its standard error is far smaller than that of either mean, because a sample that is hard for one model is hard for
+    the other too. Raises ConfigError, naming the differences, if the two have different measurement settings.
     """
     differences = list(report.measurement_settings.differences(other.measurement_settings))
     if differences:
@@ -198,15 +198,15 @@ def paired_difference(report: LossReport, other: LossReport) -> Estimate:
 
 
 def step_folder(step: int) -> str:
-    """The name of a step's folder: six digits, so that a file browser lists steps in order; longer from a million."""
+    """Name of a step's folder: at least six digits, so that names sort in order below a million."""
     return f"{step:06d}"
 
 
 def read_history(folder: Path) -> dict[int, LossReport]:
-    """The losses of the steps in a folder of results, by step, in order. Steps without a loss are left out.
+    """Read the losses of all steps in a folder of results, in order of step.
 
-    So is a metrics.json in the folder of another step, and, with a logged warning, one that cannot be read. A folder
-    without one is no result: its writer was stopped, or it is another program's.
+    Steps without a loss are left out, and so is a metrics.json in the folder of another step. One that cannot be read
+    is left out with a logged warning. A folder without metrics.json is incomplete, or belongs to another program.
     """
     history = {}
     for path in folder.glob(f"*/{METRICS_NAME}"):

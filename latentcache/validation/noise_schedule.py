@@ -18,18 +18,18 @@ FLOW = "flow_prediction"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", FLOW)
 OFFSET_BITS = 64
 Share: TypeAlias = tuple[float, float]
-"""Where a part of the timesteps begins and where it ends, as fractions of their number; 0 is the cleanest."""
+"""Start and end of a range of timesteps, as fractions of their number; 0 is the cleanest."""
 WHOLE: Share = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseSchedule:
-    """Noise, timesteps and targets of a training, by index: 0 is the cleanest, num_train_timesteps - 1 the noisiest.
+    """Noise levels, timesteps and targets of a training, by index: 0 is the cleanest level, the last the noisiest.
 
     `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU. `timesteps` [num_train_timesteps] are the
-    inputs of the denoiser (int64; float32 for flow). `digest` identifies the schedule. An `index` is an int64 tensor
-    [B] on the CPU; for a schedule that `to` gave it may be on its device, and then nothing is copied there. `used` are
-    the indices that the denoiser is for: all, unless another one has the rest.
+    denoiser's inputs (int64, or float32 for flow matching). `digest` identifies the schedule. `used` is the range of
+    indices that the denoiser is trained for: all of them, unless a second denoiser has the rest. An `index` argument is
+    int64 [B] on the CPU; after `to(device)` it may be on that device, which saves a copy.
     """
 
     prediction_type: str
@@ -41,14 +41,12 @@ class NoiseSchedule:
 
     @classmethod
     def of(cls, scheduler: Any, within: Share = WHOLE) -> NoiseSchedule:
-        """The schedule that a model with this scheduler of diffusers, or scheduler_config.json, was trained with.
+        """The training schedule of a model, from its diffusers scheduler or the content of scheduler_config.json.
 
-        A NoiseSchedule is returned as it is.
-
-        The betas of a sampler such as EulerDiscreteScheduler are those of the DDPM training. A schedule is flow by its
-        class (FlowMatch...) or its prediction type. Only the config is read; the scheduler is not touched. `within`
-        says which timesteps the denoiser is for, as fractions of their number. Raises ConfigError for an unknown
-        prediction type and for a scheduler that has neither betas nor flow.
+        A NoiseSchedule is returned unchanged. Only the config is read. A sampler such as EulerDiscreteScheduler has the
+        betas of the DDPM training. Flow matching is recognised by class (FlowMatch...) or prediction type. `within` is
+        the range of timesteps that the denoiser is trained for. Raises ConfigError for an unknown prediction type, and
+        for a scheduler with neither betas nor flow matching.
         """
         if isinstance(scheduler, NoiseSchedule):
             return scheduler
@@ -61,18 +59,18 @@ class NoiseSchedule:
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"scheduler {class_names[0]}: its config cannot be used: {error}") from error
         if not (schedule.signal.isfinite().all() and schedule.noise_scale.isfinite().all()):
-            raise ConfigError(f"scheduler {class_names[0]}: its betas leave [0, 1], so that noising gives NaN")
+            raise ConfigError(
+                f"scheduler {class_names[0]}: noise levels are not finite; betas must lie in [0, 1], a shift above 0"
+            )
         return schedule if within == WHOLE else schedule._restricted(*within)
 
     @classmethod
     def _of_betas(cls, name: str, config: Mapping[str, Any]) -> NoiseSchedule:
-        # diffusers' default: configs of older models lack it.
+        # Configs of older models lack it. This is diffusers' default.
         prediction_type = config.get("prediction_type", "epsilon")
         if prediction_type not in PREDICTION_TYPES:
             allowed = ", ".join(PREDICTION_TYPES)
-            raise ConfigError(
-                f"scheduler {name}: prediction_type is {prediction_type!r}, but one of {allowed} is known"
-            )
+            raise ConfigError(f"scheduler {name}: prediction_type is {prediction_type!r}; it must be one of {allowed}")
         has_own_betas = config.get("trained_betas") is not None
         needed: dict[str, Callable[[Any], Any]] = {"beta_schedule": str, "beta_start": float, "beta_end": float}
         if has_own_betas:
@@ -80,8 +78,8 @@ class NoiseSchedule:
         missing = [key for key in needed if key not in config]
         if missing:
             raise ConfigError(
-                f"scheduler {name}: its config has no {', '.join(missing)}. A training schedule has betas, or is "
-                "FlowMatch...; give the scheduler itself, or the whole scheduler_config.json with its _class_name"
+                f"scheduler {name}: its config has no {', '.join(missing)}. A training schedule needs betas or a "
+                "FlowMatch... class: give the scheduler itself, or the whole scheduler_config.json with its _class_name"
             )
         settings = {key: convert(config[key]) for key, convert in needed.items()} | {
             "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
@@ -102,13 +100,13 @@ class NoiseSchedule:
 
     @classmethod
     def _of_flow(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """x_t = (1 - sigma) x_0 + sigma noise, as diffusers' examples/dreambooth/train_dreambooth_lora_sd3.py has it.
+        """x_t = (1 - sigma) x_0 + sigma noise, as in diffusers' examples/dreambooth/train_dreambooth_lora_sd3.py.
 
-        With `use_dynamic_shifting` the sigmas are unshifted: only sampling shifts them.
+        With `use_dynamic_shifting` training uses unshifted sigmas; only sampling shifts them.
         """
         if config.get("invert_sigmas"):
-            raise ConfigError("scheduler: invert_sigmas is true, but only flow from data (0) to noise (1) is known")
-        # Solvers that sample flow models (UniPC, DPM-Solver) call the shift `flow_shift`.
+            raise ConfigError("scheduler: invert_sigmas is true; only flow from data (0) to noise (1) is supported")
+        # Solvers that sample flow models (UniPC, DPM-Solver) name it `flow_shift`.
         shift = config.get("shift", config.get("flow_shift", 1.0))
         settings = {
             "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
@@ -126,27 +124,27 @@ class NoiseSchedule:
         )
 
     def _restricted(self, low: float, high: float) -> NoiseSchedule:
-        """For a denoiser of the timesteps from `low` to below `high`; 1 is the end of them all."""
+        """The schedule of a denoiser for timesteps from `low` to below `high`, as fractions of all."""
         number = self.num_train_timesteps
         first, end = (int(torch.searchsorted(self.timesteps.float(), at * number)) for at in (low, high))
         used = range(first, number if high >= 1 else end)
         if not used:
-            raise ConfigError(f"no timestep is from {low} to {high} of the schedule's {number}: correct boundary_ratio")
+            raise ConfigError(f"the schedule of {number} has no timestep from {low} to {high}: correct boundary_ratio")
         return replace(self, used=used, digest=digest(canonical_json([self.digest, used.start, used.stop])))
 
     def to(self, device: torch.device) -> NoiseSchedule:
-        """The schedule with its tensors on a device, for many calls of `noised` and `target` there."""
+        """Move the tensors to a device, to call `noised` and `target` there."""
         signal, noise_scale, timesteps = (each.to(device) for each in (self.signal, self.noise_scale, self.timesteps))
         return replace(self, signal=signal, noise_scale=noise_scale, timesteps=timesteps)
 
     def draw(self, sampling: TimestepSampling, num: int, generator: torch.Generator) -> torch.Tensor:
-        """Indices [num] of timesteps to train at, of a CPU generator: int64 on the CPU.
+        """Draw `num` indices to train at with a CPU generator: int64 [num] on the CPU.
 
-        `uniform`: each place in the schedule as often as another. `logit_normal`: the place is the sigmoid of a normal
-        number of mean 0, as diffusers' compute_density_for_timestep_sampling has it. With a `shift` it is the part of
-        noise before shifting, by the formula of arXiv 2403.03206, 5.3.2: `shift * t / (1 + (shift - 1) * t)`; what the
-        schedule itself is shifted by does not count then. A part of the schedule has all of the distribution, squeezed
-        into it, as musubi-tuner has it between its `min_timestep` and `max_timestep`.
+        `uniform` draws every position in the schedule equally often. `logit_normal` draws the sigmoid of a normal
+        number of mean 0, as diffusers' compute_density_for_timestep_sampling does. With a `shift` the number drawn is
+        the noise level before shifting, by the formula of arXiv 2403.03206, 5.3.2: `shift * t / (1 + (shift - 1) * t)`.
+        It replaces the schedule's own shift. A denoiser for part of the schedule gets the whole distribution scaled
+        into that part, like musubi-tuner's `min_timestep` and `max_timestep`.
         """
         first, last = self.used[0], self.used[-1]
         if sampling == TimestepSampling():
@@ -166,16 +164,16 @@ class NoiseSchedule:
 
     @property
     def num_train_timesteps(self) -> int:
-        """The number of timesteps of the training."""
+        """Number of timesteps in training."""
         return len(self.timesteps)
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """x_t of scaled latents [B, C, h, w], in float32: to the bit what diffusers' `add_noise` gives in float32."""
+        """x_t of scaled latents [B, C, h, w] in float32, bit-identical to diffusers' `add_noise` in float32."""
         signal, noise_scale = self._factors(latents, index)
         return signal * latents.float() + noise_scale * noise.float()
 
     def target(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """What the denoiser is trained to predict, in float32. v is diffusers' `get_velocity`."""
+        """The prediction that the denoiser is trained for, in float32. v is diffusers' `get_velocity`."""
         latents, noise = latents.float(), noise.float()
         if self.prediction_type == "epsilon":
             return noise
@@ -187,20 +185,20 @@ class NoiseSchedule:
         return signal * noise - noise_scale * latents
 
     def snr(self, index: torch.Tensor) -> torch.Tensor:
-        """The signal-to-noise ratio, float64 [B] on the CPU: 0 at a zero terminal SNR. ConfigError for flow."""
+        """The signal-to-noise ratio, float64 [B] on the CPU. Raises ConfigError for flow matching."""
         if self.prediction_type == FLOW:
             raise ConfigError(
-                "min-SNR is defined for schedules with betas, but the scheduler's prediction type is flow: "
+                "min-SNR weighting needs a schedule with betas, but this scheduler is flow matching: "
                 "set validation.snr_gamma to null",
                 key="validation.snr_gamma",
             )
         return (self.signal[index].double() / self.noise_scale[index].double()) ** 2
 
     def min_snr_weight(self, index: torch.Tensor, gamma: float) -> torch.Tensor:
-        """The min-SNR weight (arXiv 2303.09556) of the loss, float64 [B] on the CPU. ConfigError for flow.
+        """The min-SNR weight of the loss (arXiv 2303.09556), float64 [B] on the CPU. Raises ConfigError for flow.
 
-        min(snr, gamma), divided by snr for epsilon and by snr + 1 for v, as in diffusers' training scripts. It is also
-        right at snr 0 (epsilon: 1) and without noise (epsilon and v: 0).
+        min(snr, gamma), divided by snr for epsilon and by snr + 1 for v, as in diffusers' training scripts. The limits
+        are right too: 1 for epsilon at snr 0, and 0 for epsilon and v without noise.
         """
         snr = self.snr(index)
         clipped = snr.clamp(max=gamma)
@@ -214,20 +212,20 @@ class NoiseSchedule:
 
 
 def is_flow(scheduler: Any) -> bool:
-    """Whether a diffusers scheduler, or its config, is one of flow matching. ConfigError if it is neither."""
+    """Whether a diffusers scheduler, or its config, is for flow matching. Raises ConfigError if it is neither."""
     class_names, config = _config_of(scheduler)
     return any(name.startswith("FlowMatch") for name in class_names) or config.get("prediction_type") == FLOW
 
 
 def strata(num_train_timesteps: int, num_timesteps: int) -> tuple[range, ...]:
-    """The schedule in `num_timesteps` parts, equal to one step: together they are range(num_train_timesteps).
+    """Split range(num_train_timesteps) into `num_timesteps` parts whose lengths differ by at most one.
 
-    ConfigError if there are more parts than steps.
+    Raises ConfigError if there are more parts than timesteps.
     """
     if not 1 <= num_timesteps <= num_train_timesteps:
         raise ConfigError(
-            f"num_timesteps is {num_timesteps}; the schedule has {num_train_timesteps} timesteps, so 1 to "
-            f"{num_train_timesteps} are allowed",
+            f"num_timesteps is {num_timesteps}; the schedule has {num_train_timesteps} timesteps, so it must be from "
+            f"1 to {num_train_timesteps}",
             key="validation.num_timesteps",
         )
     ends = [number * num_train_timesteps // num_timesteps for number in range(num_timesteps + 1)]
@@ -235,18 +233,18 @@ def strata(num_train_timesteps: int, num_timesteps: int) -> tuple[range, ...]:
 
 
 def index_in(stratum: range, offset: int) -> int:
-    """The index at `offset`, a fraction of the stratum in units of 2**-OFFSET_BITS."""
+    """The index at `offset` in the stratum. The offset is a fraction, in units of 2**-OFFSET_BITS."""
     return stratum[offset * len(stratum) >> OFFSET_BITS]
 
 
 def _config_of(scheduler: Any) -> tuple[list[str], Mapping[str, Any]]:
-    """Names of the scheduler's class and its bases, and its config."""
+    """The names of the scheduler's class and its bases, and the config."""
     if isinstance(scheduler, Mapping):
         return [str(scheduler.get("_class_name", "config"))], scheduler
     config = getattr(scheduler, "config", None)
     if not isinstance(config, Mapping):
         raise ConfigError(
-            f"scheduler is {type(scheduler).__name__}, but a diffusers scheduler, or what is in its "
-            "scheduler_config.json, is needed"
+            f"scheduler is a {type(scheduler).__name__}; it must be a diffusers scheduler, or the content of its "
+            "scheduler_config.json"
         )
     return [base.__name__ for base in type(scheduler).__mro__], config

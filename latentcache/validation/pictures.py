@@ -1,4 +1,4 @@
-"""The pictures of a validation as PNG: its sample images, their grid, and the plot of its loss."""
+"""PNG files of a validation: the sample images, their grid, and the plot of the loss."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from latentcache.validation.metrics import LossReport
 from latentcache.validation.sample_images import SampleImage
 
 MIN_CELL_WIDTH = 192
-"""Pixels: a caption under a tiny image must still be readable."""
+"""In pixels, so that the caption under a tiny image stays readable."""
 GAP = 8
 """Pixels between images, and around them."""
 MAX_LINES = 6
+"""Lines of a caption. Longer texts end in an ellipsis."""
 
 
 def image_png(sample: SampleImage) -> bytes:
-    """One image as PNG, with the texts `prompt`, `negative_prompt` (if there is one) and `seed`."""
+    """The image as PNG, with its `prompt`, `negative_prompt` (if any) and `seed` as text chunks."""
     texts = {"prompt": sample.prompt, "negative_prompt": sample.negative_prompt, "seed": str(sample.seed)}
     info = PngInfo()
     for name, text in texts.items():
@@ -39,7 +40,7 @@ def png_bytes(image: Image.Image, info: PngInfo | None = None) -> bytes:
 
 
 def caption_of(sample: SampleImage) -> str:
-    """Prompt, negative prompt and seed in one line of text."""
+    """Prompt, negative prompt and seed on one line."""
     return f"{_prompts(sample)} | seed {sample.seed}"
 
 
@@ -48,10 +49,10 @@ def _prompts(sample: SampleImage) -> str:
 
 
 def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
-    """All images of a step in rows, pixel for pixel, each over its seed, prompt and negative prompt.
+    """All images of a step in rows at full size, each above its seed, prompt and negative prompt.
 
-    Long texts end in an ellipsis. The built-in font has no letters beyond Latin: they are drawn as boxes, and the
-    metadata of each image's own file has the text. ValueError without images.
+    The built-in font is Latin only and draws other letters as boxes; each image's own file has the full text. Raises
+    ValueError without images.
     """
     if not images:
         raise ValueError("a grid needs at least one image")
@@ -65,7 +66,7 @@ def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
     rows = math.ceil(len(images) / columns)
     grid = Image.new("RGB", (columns * (cell_width + GAP) + GAP, rows * (cell_height + GAP) + GAP), "white")
     for number, (sample, caption) in enumerate(zip(images, captions, strict=True)):
-        cell = Image.new("RGB", (cell_width, cell_height), "white")  # what is too wide for it is cut off
+        cell = Image.new("RGB", (cell_width, cell_height), "white")  # clips a caption that is too wide
         cell.paste(sample.image.convert("RGB"))
         ImageDraw.Draw(cell).text((0, height + GAP // 2), "\n".join(caption), "black", ImageFont.load_default(size))
         row, column = divmod(number, columns)
@@ -74,15 +75,15 @@ def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
 
 
 def _writable(text: str) -> str:
-    """The text with each lone surrogate, which has no UTF-8, as its escape."""
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def loss_plot(step: int, loss: LossReport, history: Mapping[int, LossReport]) -> bytes | None:
-    """A PNG of two panels: loss over steps, and over timestep bins at the first and this step; with standard errors.
+    """Plot the loss over steps, and over timesteps at the first and at this step, with standard errors, as PNG.
 
-    The curve has the steps of `history` that were measured with the settings of `loss`. None without matplotlib, which
-    `pip install latentcache[plots]` brings.
+    Steps of `history` with other measurement settings are left out. Returns None without matplotlib
+    (`pip install latentcache[plots]`).
     """
     try:
         import matplotlib as mpl
@@ -92,7 +93,7 @@ def loss_plot(step: int, loss: LossReport, history: Mapping[int, LossReport]) ->
     comparable = {n: found for n, found in history.items() if found.measurement_settings == loss.measurement_settings}
     curve = dict(sorted((comparable | {step: loss}).items()))
     buffer = io.BytesIO()
-    with mpl.rc_context({"text.usetex": False}):  # a user's setting for papers needs LaTeX
+    with mpl.rc_context({"text.usetex": False}):  # a matplotlibrc may set it, and it needs LaTeX
         figure = Figure(figsize=(11.0, 4.5), dpi=110, layout="constrained")
         over_steps, over_timesteps = figure.subplots(1, 2)
         means = [found.loss.mean for found in curve.values()]

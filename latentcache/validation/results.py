@@ -1,6 +1,6 @@
-"""What one validation found, its results on disk (a folder for each step), and its log in an experiment tracker.
+"""The report of one validation, its files (a folder per step), and its log in an experiment tracker.
 
-A tracker has the methods of TensorBoard's SummaryWriter, or those of a Weights & Biases run.
+A tracker is an object with the methods of TensorBoard's SummaryWriter or of a Weights & Biases run.
 """
 
 from __future__ import annotations
@@ -19,20 +19,9 @@ from typing import Any
 import numpy as np
 
 from latentcache.errors import ConfigError
-from latentcache.utils.durable_files import (
-    sweep_temporaries,
-    sync_folder,
-    typed_errors,
-    write_sealed,
-)
+from latentcache.utils.durable_files import sweep_temporaries, sync_folder, typed_errors, write_sealed
 from latentcache.utils.json_document import plain, to_bytes
-from latentcache.validation.metrics import (
-    METRICS_NAME,
-    LossReport,
-    loss_fields,
-    read_history,
-    step_folder,
-)
+from latentcache.validation.metrics import METRICS_NAME, LossReport, loss_fields, read_history, step_folder
 from latentcache.validation.pictures import caption_of, image_png, loss_plot, png_bytes, sample_grid
 from latentcache.validation.sample_images import SampleImage
 
@@ -44,36 +33,36 @@ logger = logging.getLogger("latentcache")
 
 
 def checked_step(step: int) -> int:
-    """The step as an int. ConfigError if it is no whole number, or below 0."""
+    """The step as an int. Raises ConfigError unless it is a whole number from 0 up."""
     try:
         number = operator.index(step)
     except TypeError as error:
-        raise ConfigError(f"a validation of step {step!r}: a step is a whole number") from error
+        raise ConfigError(f"the step of a validation is {step!r}; it must be a whole number") from error
     if number < 0:
-        raise ConfigError(f"a validation of step {number}: steps are counted from 0")
+        raise ConfigError(f"the step of a validation is {number}; it must be 0 or higher")
     return number
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """The outcome of the validation of one step."""
+    """The result of validating one step."""
 
     step: int
     loss: LossReport | None = None
-    """None: the loss was not measured."""
+    """None if the loss was not measured."""
     images: tuple[SampleImage, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage."""
     placement: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Phase -> parts of the model that were on the device in it."""
+    """The model's parts on the device, by phase."""
     notes: tuple[str, ...] = ()
     num_filled: int = 0
-    """Entries that were not cached and had to be encoded first."""
+    """How many entries were not cached and had to be encoded first."""
 
     def to_json(self, folder: Path | None = None) -> dict[str, Any]:
-        """The document of metrics.json, without NaN and infinity, which are null there.
+        """The document of metrics.json. NaN and infinity become null.
 
-        The images' paths are file names in the step's folder, which may be moved; with `folder` they are joined to it.
+        Image paths are relative to the step's folder, so that it can be moved. With `folder` they are joined to it.
         """
         images = [
             {
@@ -100,7 +89,7 @@ class ValidationReport:
         return document
 
     def to_text(self) -> str:
-        """The report for people."""
+        """The report as text."""
         lines = [f"step      {self.step}", *_loss_lines(self.loss), f"images    {len(self.images)}"]
         if self.num_filled:
             lines.append(f"encoded   {self.num_filled} entries that were not cached")
@@ -128,7 +117,7 @@ def _loss_lines(loss: LossReport | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ResultPaths:
-    """The files of one step. `grid` is None without images, `plot` without a loss or without matplotlib."""
+    """The files of one step. `grid` is None without images, `plot` without a loss or matplotlib."""
 
     folder: Path
     metrics: Path
@@ -138,14 +127,14 @@ class ResultPaths:
 
 
 def image_name(number: int) -> str:
-    """The file name of a step's image `number`, counted from 0."""
+    """File name of a step's image; numbers start at 0."""
     return f"sample-{number:02d}.png"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder of results: called before a validation, because afterwards a failure would cost its results.
+    """Create the folder of results. A validation calls it first, so that a failure costs no results.
 
-    ReadOnlyError or another StoreError names what cannot be written.
+    Raises ReadOnlyError or another StoreError naming what cannot be written.
     """
     with typed_errors(folder, 0):
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,11 +143,11 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
-    """Write `<folder>/<step>/`: `sample-00.png` and so on, their grid samples.png, loss.png, and metrics.json.
+    """Write `<folder>/<step>/`: sample-00.png and so on, their grid samples.png, loss.png, and metrics.json.
 
-    The step's folder has six digits. metrics.json is the last: a folder that has one is complete. The results of an
-    earlier validation of this step are replaced whole. Other files are left alone.
-    StorageFullError, ReadOnlyError or another StoreError names what cannot be written.
+    metrics.json comes last, so a folder that has one is complete. Results of an earlier validation of this step are
+    replaced, and other files are left alone. Raises StorageFullError, ReadOnlyError or another StoreError naming
+    what cannot be written.
     """
     step = folder / step_folder(checked_step(report.step))
     pictures = {image_name(number): image_png(sample) for number, sample in enumerate(report.images)}
@@ -191,14 +180,14 @@ def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
 
 
 def publish(report: ValidationReport, folder: Path, tracker: Any = None) -> tuple[ValidationReport, ResultPaths]:
-    """Write the results, then log them to the tracker at their step, if there is one. Returns the final report too.
+    """Write the results, then log them to the tracker, if any. Returns the final report, and the files.
 
-    Logged are `validation/loss`, `validation/loss/<dataset>`, `validation/loss_by_timestep/<first>` and, with images,
-    `validation/samples`: the grid for TensorBoard, each image with its caption for W&B. An error of the tracker must
-    not end a training: it is logged with its traceback, and the report and metrics.json have a note of it. TensorBoard
-    keeps float32. W&B drops what is logged at a step below one that it has seen, so let the training loop log with
-    `step=` too. ConfigError for an object that is no tracker, before anything is written; StoreError as in
-    `write_results`.
+    The tags are `validation/loss`, `validation/loss/<dataset>`, `validation/loss_by_timestep/<first>` and, with images,
+    `validation/samples`: the grid for TensorBoard, captioned images for W&B. A failing tracker does not end a training:
+    its traceback is logged, and the report and metrics.json get a note. TensorBoard keeps float32. W&B drops values
+    logged at a lower step than before, so the training loop has to log with `step=` too.
+
+    Raises ConfigError for an unsupported tracker, before anything is written, and StoreError as `write_results` does.
     """
     log = tracker_log(tracker)
     paths = write_results(report, folder)
@@ -206,9 +195,9 @@ def publish(report: ValidationReport, folder: Path, tracker: Any = None) -> tupl
         return report, paths
     try:
         log(report)
-    except Exception as error:  # a tracker writes to disks and networks, in code that is not ours
+    except Exception as error:  # a tracker's own code may raise anything
         name = type(tracker).__name__
-        logger.exception("step %d: %s failed to log the validation", report.step, name)
+        logger.exception("%s failed to log the validation of step %d", name, report.step)
         note = f"{name} failed to log this validation: {type(error).__name__}: {error}"
         report = replace(report, notes=(*report.notes, note))
         write_sealed(paths.metrics, to_bytes(report.to_json()))
@@ -216,7 +205,7 @@ def publish(report: ValidationReport, folder: Path, tracker: Any = None) -> tupl
 
 
 def scalars(report: ValidationReport) -> dict[str, float]:
-    """Tag -> value: the numbers of metrics.json, NaN where it has null. Empty where no loss was measured."""
+    """The losses by tag, empty if none was measured."""
     loss = report.loss
     if loss is None:
         return {}
@@ -226,7 +215,7 @@ def scalars(report: ValidationReport) -> dict[str, float]:
 
 
 def tracker_log(tracker: Any) -> Callable[[ValidationReport], None] | None:
-    """What logs a report, or None for no tracker. ConfigError for an object that is none."""
+    """The function that logs a report to this tracker, or None without one. Raises ConfigError for other objects."""
     if tracker is None:
         return None
     if hasattr(tracker, "add_scalar") and hasattr(tracker, "add_image"):
@@ -235,8 +224,8 @@ def tracker_log(tracker: Any) -> Callable[[ValidationReport], None] | None:
         return partial(_log_to_wandb, tracker)
     raise ConfigError(
         f"a tracker of type {type(tracker).__module__}.{type(tracker).__qualname__} is not supported: pass a "
-        "torch.utils.tensorboard.SummaryWriter (or what has its add_scalar and add_image), or a Weights & Biases run "
-        "(or what has its log(mapping, step=...)); accelerate's are in get_tracker(name, unwrap=True)"
+        "torch.utils.tensorboard.SummaryWriter (or an object with its add_scalar and add_image), or a Weights & Biases "
+        "run (or an object with its log(mapping, step=...)); accelerate's are in get_tracker(name, unwrap=True)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Validation in the middle of training: loss, sample images and results on disk; training continues as it was."""
+"""Validation in the middle of training: loss, sample images and results on disk, with training restored afterwards."""
 
 from __future__ import annotations
 
@@ -54,30 +54,33 @@ from latentcache.validation.sample_images import (
 logger = logging.getLogger("latentcache")
 
 FILL = Phase(on_device=())
-"""While a cache is filled all parts that can be moved are parked: the encoders need room, one after the other."""
+"""All movable parts are parked while the cache is filled, because the encoders need the room one after the other."""
 
 
 class ValidationRunner:
-    """Measures the validation loss and samples images from the cache, and restores training afterwards.
+    """Measures the validation loss and samples images from the cache, then restores training.
 
-    `parts` are those of the training: the denoiser, by the name that its family gives it (`unet` or `transformer`), and
-    `scheduler`, whose config is read; `vae` for images; `optimizer`, `scaler` and `ema` if the training has them, so
-    that they are restored; text encoders and tokenizers (`text_encoder`, `tokenizer`, ...) only to encode what is not
-    cached yet. Modules may be wrapped (DDP, torch.compile, accelerate). `config` names the validation sets (`role:
-    validation`) and has the settings under `validation`. The family is that of `model.family`, else of what is cached,
-    else of `model.path`. `phases` is the training's own switch; by default there is a new one, on the device of the
-    denoiser. A denoiser whose blocks are swapped needs it, as it lies on several devices. `writer` is a TensorBoard
-    SummaryWriter or a W&B run. `autocast` is the dtype that training computes in under autocast. `within` is the part
-    of the schedule that the denoiser is for, where another one has the rest: `models.family.denoised_share`.
+    With several processes call `run` in all of them. The first one validates and returns the report. The others return
+    None at once, unless the denoiser is sharded (FSDP, ZeRO-3), because then its forwards need every process. They wait
+    for the first in the next training step, so `init_process_group(timeout=)` must exceed a validation; NCCL's default
+    is 10 minutes.
 
-    With several processes call `run` in all of them. The first process validates and returns the report; the others
-    return None at once, unless the denoiser is sharded (FSDP, ZeRO-3): then its forwards need every process. The others
-    wait in the next step of the training: `init_process_group(timeout=)` has to be longer than a validation, and NCCL's
-    10 minutes may not be.
+    Args:
+        parts: The denoiser by its family's name (`unet` or `transformer`) and the `scheduler`, whose config is read;
+            `vae` for images; `optimizer`, `scaler` and `ema`, to restore them; text encoders and tokenizers, only to
+            encode what is not cached yet. Modules may be wrapped (DDP, torch.compile, accelerate).
+        cache: Has the validation sets and prompts, or gets them.
+        config: Names the validation sets (`role: validation`) and has the settings under `validation`. The family is
+            its `model.family`, else that of the cached datasets, else that of `model.path`.
+        phases: The training's own switch, required for swapped blocks. By default a new one on the denoiser's device.
+        writer: A TensorBoard SummaryWriter or a W&B run.
+        autocast: The dtype of the training's autocast.
+        progress: Shows how much of the loss is measured.
+        within: The timesteps that the denoiser is trained for, if a second one has the rest (`denoised_share`).
 
-    Raises ConfigError for parts, config or a writer that it cannot use, also for control images that the denoiser is
-    not given; TrainableEncoderError when a text encoder is
-    trained: its cached embeddings would be those of an earlier step.
+    Raises:
+        ConfigError: The parts, the config or the writer cannot be used, or the denoiser does not read control images.
+        TrainableEncoderError: A text encoder is being trained, which makes its cached embeddings stale.
     """
 
     def __init__(
@@ -98,9 +101,9 @@ class ValidationRunner:
         if missing:
             given = ", ".join(given for given, part in parts.items() if part is not None) or "none"
             raise ConfigError(
-                f"validation needs the parts {name} and scheduler; {', '.join(missing)} is missing of {given}"
+                f"validation needs the parts {name} and scheduler; {', '.join(missing)} is missing from {given}"
             )
-        if not _rank():  # accelerate has trackers in the first process only
+        if not _rank():  # accelerate creates trackers only in the first process
             tracker_log(writer)
         self.parts, self.cache, self.config = dict(parts), cache, config
         self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts[name])
@@ -111,15 +114,19 @@ class ValidationRunner:
         self._filler = MissingEntryEncoder(self.parts, cache, config, self.phases, self.family)
         self._check_settings()
         self.paths: ResultPaths | None = None
-        """The files of the last `run`."""
+        """The files written by the last `run`."""
 
     def run(self, step: int) -> ValidationReport | None:
-        """Validate at this step of the training, write `validation.path/<step>/`, and log to the writer.
+        """Validate at this training step, write `validation.path/<step>/`, and log to the writer.
 
-        Validation sets and prompts that are not cached are encoded first, if the encoders are among the parts. Samples
-        that cannot be read are skipped and listed. Raises ConfigError for a step that is no whole number from 0,
-        StoreError (with the command to run) for what is not cached and cannot be encoded, StoreError for results that
-        cannot be written, and PhaseError if training could not be restored. Training is restored after every error.
+        Missing entries are encoded first if the encoders are among the parts. Samples that cannot be read are skipped
+        and listed. Training is restored after every error.
+
+        Raises:
+            ConfigError: The step is not a whole number from 0 up.
+            StoreError: A validation set is not cached and cannot be encoded, or the results cannot be written.
+            SampleError: A prompt is not cached and cannot be encoded.
+            PhaseError: Training could not be restored.
         """
         rank, step = _rank(), checked_step(step)
         if rank and sharded_by(self._denoiser()) is None:
@@ -135,10 +142,12 @@ class ValidationRunner:
         with self.phases.enter("validate"):
             with _timed(seconds, "fill"):
                 notes += self._filler.encode_datasets()
-                # Before the loss, which takes minutes: a missing prompt must not cost its result.
+                # Before the loss takes minutes, which a missing prompt would then cost.
                 embeddings = self._embeddings() if self._samples_images() else []
-            self._check_conditioning()
-            if self.measures_loss():
+            shapes = self._own_cache().text_shapes()
+            if shapes is not None and hasattr(self._denoiser(), "config"):
+                check_fits(self._denoiser(), self.family, shapes)  # a mismatch inside a forward is hard to read
+            if validation_sets(self.cache, self.config):
                 placement["validate"] = tuple(sorted(self.phases.on_device()))
                 with _timed(seconds, "loss"):
                     loss = self._loss()
@@ -154,15 +163,11 @@ class ValidationRunner:
         report, self.paths = publish(report, self.config.validation.path, self._writer)
         return report
 
-    def measures_loss(self) -> bool:
-        """Whether the config or, without one of its own, the cache has a validation set."""
-        return bool(validation_sets(self.cache, self.config))
-
     def _samples_images(self) -> bool:
         return bool(self.config.validation.prompts) and self.phases.has("vae")
 
     def _check_settings(self) -> None:
-        """Checks that need no forward: the first validation, hours later, would find the same errors."""
+        """Check now all that needs no forward, instead of at the first validation, hours later."""
         validation, scheduler = self.config.validation, self.parts["scheduler"]
         self._check_texts()
         if names := validation_sets(self.cache, self.config):
@@ -171,31 +176,31 @@ class ValidationRunner:
             check_masked(self._denoiser(), self.family, self.cache, names)
         elif not validation.prompts:
             raise ConfigError(
-                "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
+                "there is nothing to validate: give a dataset the role validation, or set validation.prompts",
                 key="validation.prompts",
             )
         if self._samples_images():
             if self._within != WHOLE:
                 raise ConfigError(
                     f"images need all timesteps, and this {self.family.denoiser_word} has those from "
-                    f"{self._within[0]} to {self._within[1]} of them; set it to []. The loss is measured without it",
+                    f"{self._within[0]} to {self._within[1]} of them; set it to []. Then only the loss is measured",
                     key="validation.prompts",
                 )
             check_prompts(self.family, validation.prompts, self._denoiser())
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _check_texts(self) -> None:
-        """ConfigError where the config, or a dataset that is cached and whose texts are read, has no texts."""
+        """Raise ConfigError if the config, or a cached dataset that validation reads texts of, has none."""
         cached, config = self.cache.manifests.names(), self.config
-        # Prompts are those of the first dataset: see `_own_cache`.
-        own = [each.name for each in config.datasets if each.name in cached][:1] if self._samples_images() else []
+        # Prompts come from the text encoders of the first dataset: see `_own_cache`.
+        own = _cached_datasets(self.cache, config)[:1] if self._samples_images() else []
         names = dict.fromkeys([*validation_sets(self.cache, config), *own])
         alone = [name for name in names if name in cached and not self.cache.manifest(name).has_texts]
         if alone or config.encode.text == "none":
             raise ConfigError(
                 f"{', '.join(alone) or 'encode.text: none'} gives latents alone, but validation reads cached texts: "
-                "validate in the trainer, with its live text encoders; or give validation a config with encode.text "
-                "all, datasets of other names, and frozen encoders",
+                "validate in the trainer with its live text encoders, or validate with a config of its own that has "
+                "encode.text all, other dataset names, and frozen encoders",
                 key="encode.text",
             )
 
@@ -212,10 +217,9 @@ class ValidationRunner:
         )
 
     def _own_cache(self) -> LatentCache:
-        """The cache as the config's datasets see it: others in it may come from other text encoders."""
-        cached = self.cache.manifests.names()
-        own = next((dataset.name for dataset in self.config.datasets if dataset.name in cached), None)
-        return self.cache if own is None else self.cache.restricted(own)
+        """The cache restricted to a dataset of the config, because others may have other text encoders."""
+        own = _cached_datasets(self.cache, self.config)
+        return self.cache.restricted(own[0]) if own else self.cache
 
     def _embeddings(self) -> list[PromptEmbeddings]:
         validation = self.config.validation
@@ -234,20 +238,12 @@ class ValidationRunner:
         denoiser, settings, scheduler = self._denoiser(), self.config.validation, self.parts["scheduler"]
         try:
             of_pipeline = pipeline_settings(self.config.model, self.family)
-        except ModelError as error:  # a trainer may have a model that it does not name
+        except ModelError as error:  # a trainer's config need not name the model
             of_pipeline = {}
             notes.append(f"images are made with the defaults of {self.family.pipeline_name}: {error}")
+        options: dict[str, Any] = {"device": self._device(), "family": self.family, "pipeline_settings": of_pipeline}
         with _timed(seconds, "sample"), uncached_autocast(self.phases.device, self._autocast):
-            device = self._device()
-            latents = denoise(
-                denoiser,
-                scheduler,
-                embeddings,
-                settings,
-                device=device,
-                family=self.family,
-                pipeline_settings=of_pipeline,
-            )
+            latents = denoise(denoiser, scheduler, embeddings, settings, **options)
         with _timed(seconds, "decode"), self.phases.lend("vae"):
             return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings, self.family))
 
@@ -255,34 +251,34 @@ class ValidationRunner:
         return self.phases.module(self.family.denoiser)
 
     def _device(self) -> torch.device | None:
-        """Where one with swapped blocks runs, whose weights are on several devices. None: where its weights are."""
+        """The device to run on for a denoiser with swapped blocks; None if all its weights are on one device."""
         denoiser = self._denoiser()
         spread = len({tensor.device for tensor in chain(denoiser.parameters(), denoiser.buffers())}) > 1
         return self.phases.device if spread and not hooks_by_path(denoiser) else None
 
-    def _check_conditioning(self) -> None:
-        """Check that it fits the cached embeddings: its own error would be a matrix product deep inside."""
-        shapes = self._own_cache().text_shapes()
-        if shapes is not None and hasattr(self._denoiser(), "config"):
-            check_fits(self._denoiser(), self.family, shapes)
-
 
 def validation_sets(cache: LatentCache, config: Config) -> list[str]:
-    """The names of the config's validation sets or, where it has none, of those in the cache."""
+    """Names of the config's validation sets, or of those in the cache if the config has none."""
     own = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
     return own or [name for name in cache.dataset_names() if cache.manifest(name).role == "validation"]
 
 
+def _cached_datasets(cache: LatentCache, config: Config) -> list[str]:
+    """Names of the config's datasets that are cached."""
+    cached = cache.manifests.names()
+    return [dataset.name for dataset in config.datasets if dataset.name in cached]
+
+
 def _family(cache: LatentCache, config: Config) -> Family:
-    """The config's, else that of what is cached of its datasets: a trainer may have a model that it does not name."""
-    cached = [each.name for each in config.datasets if each.name in cache.manifests.names()]
+    """The config's family, else that of its cached datasets, because a trainer's config need not name the model."""
+    cached = _cached_datasets(cache, config)
     if config.model.family is None and cached:
         return cache.manifest(cached[0]).family
     return family_of(config.model)[0]
 
 
 def _rank() -> int:
-    distributed = torch.distributed  # some builds of torch have none of it
+    distributed = torch.distributed  # empty in some builds of torch
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
@@ -296,17 +292,14 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 class MissingEntryEncoder:
-    """Encodes what validation needs and the cache lacks.
-
-    Nothing is encoded where `parts` lack encoders, or the cache is read only: `blocked_reason` says which.
-    """
+    """Encodes entries that validation needs and the cache lacks, unless there is a `blocked_reason`."""
 
     def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases, family: Family):
         self._parts, self._cache, self._phases, self._family = parts, cache, phases, family
         self._config = config
         self._device = device_named(config.encode.device)
         if config.encode.device == "auto" and self._device.type == phases.device.type:
-            # Of several accelerators, the one that is trained on. A device that the config names stays, for its dtypes.
+            # Of several accelerators take the one that is trained on.
             self._device = phases.device
             encode = config.encode.model_copy(update={"device": str(self._device)})
             self._config = config.model_copy(update={"encode": encode})
@@ -314,21 +307,21 @@ class MissingEntryEncoder:
 
     @property
     def blocked_reason(self) -> str | None:
-        """Why nothing can be encoded, or None if it can."""
-        names = [each.name for each in self._config.datasets if each.name in self._cache.manifests.names()]
-        # What made the entries that are there is needed for those that are lost: without it all would get other keys.
+        """Why nothing can be encoded: an encoder is missing, or the cache is read-only. None if it can."""
+        names = _cached_datasets(self._cache, self._config)
+        # An optional part is needed if it made the cached entries: without it every entry would get another key.
         made_by = {part for name in names for part in self._cache.manifest(name).common.get("image_encoding") or ()}
         needed = [name for name, part in self._family.parts.items() if not part.optional or name in made_by]
         missing = [name for name in needed if self._parts.get(name) is None]
         if missing:
-            return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
+            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not among the parts to encode it"
         return "this cache is open for reading only" if self._cache.store.read_only else None
 
     def encode_datasets(self) -> list[str]:
-        """Encode the validation sets of which the cache lacks anything. Returns notes for the report.
+        """Encode the validation sets that the cache lacks, wholly or in part. Returns notes for the report.
 
-        The manifests decide: finding files that changed since they were written is precache's work. StoreError, with
-        the command to run, where a whole set is missing and cannot be encoded.
+        Sets are compared with their manifests only; finding files that changed since is up to precache. Raises
+        StoreError, with the command to run, if a whole set is missing and cannot be encoded.
         """
         sets = [dataset for dataset in self._config.datasets if dataset.role == "validation"]
         num_lost = {dataset.name: self._num_lost(dataset) for dataset in sets}
@@ -342,13 +335,13 @@ class MissingEntryEncoder:
                     f"{self._cache.path or 'cpu store'}: the validation set {absent} is not cached, and "
                     f"{self.blocked_reason}: run `latentcache precache CONFIG`"
                 )
-            # Their samples are skipped and listed: a few that are lost must not stop a validation.
+            # A few lost samples must not stop a validation: they are skipped and listed.
             return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
         names = ", ".join(dataset.name for dataset in cold)
-        logger.info("validation set %s is not cached, or not whole: encoding it", names)
+        logger.info("validation set %s is not cached, or incomplete: encoding it", names)
         with self._encoding() as (workspace, models):
             config = self._config.model_copy(update={"datasets": tuple(cold)})
-            # All of it: this process fills alone, and must not leave a share to the ranks that torchrun declares.
+            # Encode everything here: without Shard() the run would leave shares to the other ranks.
             report: Report = run_precache(config, models=models, workspace=workspace, shard=Shard())
         self.num_filled += report.num_encoded
         return [f"{names}: {report.num_refused} refused"] if report.num_refused else []
@@ -360,7 +353,7 @@ class MissingEntryEncoder:
             self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
 
     def _num_lost(self, dataset: DatasetConfig) -> int | None:
-        """How many entries of the manifest the store lacks; None where there is no manifest."""
+        """How many entries of the manifest the store lacks; None without a manifest."""
         if dataset.name not in self._cache.manifests.names():
             return None
         keys = set(self._cache.manifest(dataset.name).rows.entry_keys(usable=True))
@@ -368,7 +361,7 @@ class MissingEntryEncoder:
 
     @contextmanager
     def _encoding(self) -> Iterator[tuple[Workspace, LoadedModels]]:
-        """A workspace and the encoders, with every part parked. Afterwards the placement is declared again."""
+        """Yield a workspace and the encoders, with every part parked; then declare the placement again."""
         cache, phases = self._cache, self._phases
         parts: dict[str, Any] = {
             name: phases.module(name) if phases.has(name) else self._parts.get(name) for name in self._family.parts
@@ -379,7 +372,7 @@ class MissingEntryEncoder:
                 yield Workspace(cache.store, cache.manifests), models
             else:
                 on_disk = self._config.cache.model_copy(update={"path": cache.path})
-                # A training is not to end because somebody compacts the cache.
+                # Wait for a compaction of the cache instead of failing the training.
                 with open_workspace(on_disk) as workspace, workspace.in_use(wait=True):
                     yield workspace, models
         cache.refresh()
