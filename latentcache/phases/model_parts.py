@@ -1,18 +1,15 @@
-"""The parts of a model that phases switch: which modules there are, which can be moved, and which are wrongly given.
+"""The parts of a model that phases switch: the modules, which of them can be moved, and which cannot be used.
 
-Software such as FSDP, DeepSpeed ZeRO-3, offload hooks and the packages of quantised weights places parts itself.
+FSDP, DeepSpeed ZeRO-3, offload hooks and quantisation packages place parts themselves.
 """
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from latentcache.checkpoints.parts import unwrapped_module
@@ -30,14 +27,14 @@ from latentcache.phases.state import Modules, Snapshot, parameters, submodules
 from latentcache.phases.weights import is_training, named_weights
 
 SHARDING_CLASSES = {"FSDPModule": "FSDP", "FullyShardedDataParallel": "FSDP1"}
-"""By name: some builds of torch have no torch.distributed. `fully_shard` gives a module the first as a base class."""
+"""Base classes of sharded modules, by name because some builds of torch have no torch.distributed."""
 
 
 class ModelParts:
-    """Modules by name, and what trains them: `optimizer`, `scaler`, `ema`.
+    """The modules by name, and what trains them: `optimizer`, `scaler`, `ema`.
 
-    `wrapped` are the modules as they were given, `modules` the eager ones inside. PhaseError for a module under two
-    names, and for an unknown name in `immovable`.
+    `wrapped` holds the modules as given, `modules` the eager ones inside. Raises PhaseError if one module has two
+    names, or if `immovable` has an unknown name.
     """
 
     def __init__(self, parts: Mapping[str, Any], immovable: Collection[str]):
@@ -49,15 +46,14 @@ class ModelParts:
         for name, module in self.modules.items():
             other = names.setdefault(id(module), name)
             if other != name:
-                raise PhaseError(f"{other} and {name} are one module: give it under one name", phase="none")
-        self._ddp: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._find_wrappers()
+                raise PhaseError(f"{other} and {name} are one module: give it one name", phase="none")
         unknown = self.immovable - self.modules.keys()
         if unknown:
             raise PhaseError(f"immovable names {sorted(unknown)}; {self.known()}", phase="train")
+        self._trained = frozenset(self.trained())
 
     def known(self) -> str:
-        """The names of the modules, for a message."""
+        """The names of the modules, for an error message."""
         return f"the modules are {', '.join(self.modules) or 'none'}"
 
     def trained(self) -> list[str]:
@@ -65,56 +61,37 @@ class ModelParts:
         return [name for name, module in self.modules.items() if is_trained(module)]
 
     def managed(self) -> dict[str, str]:
-        """The modules whose tensors other software places, with the reason: phases leave the tensors alone."""
-        reasons = {name: self._managed_by(name) for name in self.modules}
+        """The modules whose tensors other software places, each with the reason. Phases leave these tensors alone."""
+        reasons = {
+            name: "declared immovable" if name in self.immovable else _placed_by(module)
+            for name, module in self.modules.items()
+        }
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def pinned(self, park: torch.device, managed: Collection[str]) -> dict[str, str]:
-        """The modules, but for `managed`, that must stay in their memory, with the reason: phases move none of them.
+        """The modules besides `managed` that must keep their memory, each with the reason. Phases do not move them.
 
-        What lies on `park` need not: a phase that moves it gives it back in its own memory.
+        Shared memory on `park` pins nothing, because a parked tensor gets its own memory back.
         """
-        self._find_wrappers()
-        reduced = self.reduced_parameters()
-        reasons = {name: _pinned_by(part, reduced, park) for name, part in self.modules.items() if name not in managed}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
-
-    def reduced_parameters(self) -> set[int]:
-        """The ids of the parameters in any DistributedDataParallel that is known, while processes share gradients."""
-        wrappers = [*self._ddp] if _is_distributed() else []
-        return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
-
-    def _find_wrappers(self) -> None:
-        """Note each DistributedDataParallel: a trainer may give the module inside as the part.
-
-        All objects are asked, which takes up to 0.2 s. The garbage collector names no wrapper that `gc.freeze` froze.
-        One around the part given, or one that was there when the phases were built, is known all the same.
-        """
-        if _is_distributed():
-            given = (module for part in self.wrapped.values() for module in part.modules())
-            objects = (*given, *gc.get_objects())
-            # By class, not isinstance: that asks proxies of other packages for their __class__.
-            self._ddp.update(each for each in objects if issubclass(type(each), DistributedDataParallel))
-
-    def _managed_by(self, name: str) -> str | None:
-        if name in self.immovable:
-            return "declared immovable"
-        reason = managed_by(self.modules[name])
-        if reason is not None:
-            return reason
-        if moved := movers(self.modules[name]):
-            # Block swap exchanges the memory of blocks: putting back what a weight had would give it another's values.
-            return f"its weights are moved by {next(iter(moved.values())).name}"
-        for weight, tensor in named_weights(self.modules[name]):
-            reason = immovable_reason(tensor)
-            if reason is not None:
-                return f"{weight} is {reason}"
-            if tensor.device.type == "meta":
-                return f"{weight} is on meta and holds no values"
-        return None
+        # A frozen part may be trained again later: some trainers freeze and unfreeze parts in turn.
+        reduced = self._trained.union(self.trained()) if _is_distributed() else frozenset[str]()
+        reasons: dict[str, str] = {}
+        for name, module in self.modules.items():
+            if name in managed:
+                continue
+            if name in reduced:
+                reasons[name] = "trained by several processes: a move would drop the hooks of DistributedDataParallel"
+                continue
+            weights = (weight for weight, each in named_weights(module) if each.device != park and _is_shared(each))
+            if (shared := next(weights, None)) is not None:
+                reasons[name] = (
+                    f"{shared} shares its memory with another tensor, such as an optimizer's flat buffer or a "
+                    "state_dict that is still held"
+                )
+        return reasons
 
     def check_names(self, phase: str, on_device: Collection[str], training: Collection[str]) -> None:
-        """PhaseError for a phase that names unknown parts, or trains parts that it parks."""
+        """Raise PhaseError if a phase names unknown parts, or trains a part that it parks."""
         unknown = {*on_device, *training} - self.modules.keys()
         if unknown:
             raise PhaseError(f"names {', '.join(sorted(unknown))}; {self.known()}", phase=phase)
@@ -123,7 +100,7 @@ class ModelParts:
             raise PhaseError(f"trains {', '.join(sorted(parked))}, which it parks: add it to on_device", phase=phase)
 
     def check_ready(self, phase: str, on_device: Collection[str], *, averaged: bool) -> None:
-        """PhaseError for parts that cannot be trained as they are, or have no values to put on the device."""
+        """Raise PhaseError if a part cannot be trained as it is, or has no values to put on the device."""
         placed = [part for part in on_device if part in self.modules and part not in self.immovable]
         averaged = averaged and (
             self.parts.get("ema") is not None
@@ -133,22 +110,18 @@ class ModelParts:
             "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
             "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
             "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:": [
-                name
-                for part, whole in self.modules.items()
-                if any(replaces_parameters(module) for _, module in whole.named_modules())
-                for name, module in submodules({part: whole})
-                if replaces_parameters(module) and is_trained(module)
+                name for name, each in submodules(self.modules) if replaces_parameters(each) and is_trained(each)
             ],
             "these are on meta and hold no values: load the part first": [
                 f"{part}.{name}" for part in placed for name in _empty_tensors(self.modules[part])
             ],
-            # It keeps those that its root gathered (see `GatheredShards`), and has no public way to release them.
-            "FullyShardedDataParallel keeps the weights of a forward for the next one, also past an optimizer step or "
-            "a swap of averaged weights. Enter phases after zero_grad(set_to_none=True) and without averaged weights, "
+            # The root keeps them (see `GatheredShards`), and FSDP1 has no public way to release them.
+            "FullyShardedDataParallel keeps the weights of one forward for the next, even past an optimizer step or a "
+            "swap of averaged weights. Enter phases after zero_grad(set_to_none=True) and without averaged weights, "
             "or shard with fully_shard. These are sharded by it:": [
                 part
                 for part, module in self.modules.items()
-                if any(_sharding(kind) == "FSDP1" for kind in {type(each) for _, each in module.named_modules()})
+                if any(_sharding(type(each)) == "FSDP1" for each in module.modules())
                 and (averaged or any(parameter.grad is not None for parameter in module.parameters()))
             ],
         }
@@ -157,21 +130,20 @@ class ModelParts:
                 raise PhaseError(message, phase=phase, offenders=tuple(offenders))
 
 
-class ReducedGradients(Snapshot):
-    """The hooks with which DistributedDataParallel reduces gradients. They cannot be restored, but their loss is seen.
+class GradientHooks(Snapshot):
+    """The hooks that reduce gradients among processes. They cannot be restored, but their loss is detected.
 
-    They hang on the gradient accumulator of each parameter. torch makes a new one, without hooks, when `.data` gets
-    another device or dtype, also if that is undone.
+    DistributedDataParallel and similar software hang them on each parameter's gradient accumulator. torch makes a new
+    accumulator, without hooks, when `.data` gets another device or dtype, even if that is undone.
     """
 
-    def __init__(self, modules: Modules, reduced: Collection[int]):
-        self._kept = [
-            (name, p, _accumulator(p)) for name, p in parameters(modules) if id(p) in reduced and p.requires_grad
-        ]
+    def __init__(self, modules: Modules):
+        named = parameters(modules) if _is_distributed() else ()
+        self._kept = [(name, each, _accumulator(each)) for name, each in named if each.requires_grad]
 
     @override
     def restore(self) -> None:
-        """Nothing can be: DDP has no way to hang its hooks up again."""
+        """No-op: DDP has no way to install its hooks again."""
 
     @override
     def changes(self) -> Iterator[str]:
@@ -179,7 +151,7 @@ class ReducedGradients(Snapshot):
         if lost:
             yield (
                 f"{lost[0]} and {len(lost) - 1} more parameters lost the hooks of DistributedDataParallel when code in "
-                "the phase cast or moved them: their gradients would no longer be reduced. Before training goes on, "
+                "the phase cast or moved them: their gradients would no longer be reduced. Before training continues, "
                 "wrap the module in DistributedDataParallel again, in every process"
             )
 
@@ -187,8 +159,8 @@ class ReducedGradients(Snapshot):
 class GatheredShards(Snapshot):
     """The weights that FSDP gathered for a forward. They are resharded at both ends of a phase.
 
-    A forward without a backward leaves those of the root gathered, and the next forward uses them as they are: it
-    would miss an optimizer step, or a swap of averages, in between. Each rank reshards on its own.
+    A forward without a backward leaves the root's weights gathered, and the next forward would use them as they are,
+    missing an optimizer step or a swap of averages in between. Each rank reshards on its own.
     """
 
     def __init__(self, modules: Modules):
@@ -201,23 +173,24 @@ class GatheredShards(Snapshot):
             module.reshard()  # type: ignore[operator]  # FSDPModule adds it
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def is_trained(module: torch.nn.Module) -> bool:
+    """Whether any of the module's parameters requires grad."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def managed_by(module: torch.nn.Module) -> str | None:
-    """Why other software may change a part's tensors and hooks in a forward, or None."""
-    if any(offload_hook_of(submodule) is not None for _, submodule in module.named_modules()):
+    """Why other software may replace a part's tensors and hooks in a forward, or None."""
+    if any(offload_hook_of(submodule) is not None for submodule in module.modules()):
         return "under offload hooks, which move it"
     return sharded_by(module)
 
 
 def sharded_by(module: torch.nn.Module) -> str | None:
-    """Why a forward of the module needs every process: the software that shards it. None if none does."""
-    for kind in dict.fromkeys(type(each) for _, each in module.named_modules()):
-        sharding = _sharding(kind)
+    """Why a forward of the module needs every process, or None if nothing shards it."""
+    for each in module.modules():
+        sharding = _sharding(type(each))
         if sharding is not None:
-            return f"{kind.__name__} is sharded by {sharding}"
+            return f"{type(each).__name__} is sharded by {sharding}"
     for name, tensor in named_weights(module):
         if is_partitioned(tensor):
             return f"{name} is a partition of DeepSpeed ZeRO-3"
@@ -226,39 +199,43 @@ def sharded_by(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _pinned_by(module: torch.nn.Module, reduced: Collection[int], park: torch.device) -> str | None:
-    """Why a module must stay in its memory, or None."""
-    if reduced and any(id(parameter) in reduced for parameter in module.parameters()):
-        return "under DistributedDataParallel, whose hooks a move would drop"
+def _placed_by(module: torch.nn.Module) -> str | None:
+    """Why only other software may move a part's tensors, or None."""
+    reason = managed_by(module)
+    if reason is not None:
+        return reason
+    if moved := movers(module):
+        # Block swap exchanges the memory of blocks, so a weight's old memory may hold another weight's values.
+        return f"its weights are moved by {next(iter(moved.values())).name}"
     for name, tensor in named_weights(module):
-        if tensor.device != park and _is_shared(tensor):
-            return (
-                f"{name} shares its memory with another tensor, such as an optimizer's flat buffer or a kept state_dict"
-            )
+        reason = immovable_reason(tensor)
+        if reason is not None:
+            return f"{name} is {reason}"
+        if tensor.device.type == "meta":
+            return f"{name} is on meta and holds no values"
     return None
 
 
+def _empty_tensors(module: torch.nn.Module) -> list[str]:
+    """The first tensor without values, unless offload hooks or sharding will fill it."""
+    names = [name for name, t in named_weights(module) if t.device.type == "meta" and immovable_reason(t) is None]
+    return names[:1] if names and managed_by(module) is None else []
+
+
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has the same storage. Parking this one would part them, and free nothing."""
+    """Whether another tensor has the same storage. Parking this one would separate the two and free nothing."""
     storage = tensor.untyped_storage()
     num_owners: int = torch._C._storage_Use_Count(storage._cdata)
     return num_owners > 2  # the tensor, and `storage`
 
 
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _accumulator(parameter: torch.nn.Parameter) -> Any:
     with torch.inference_mode(False):
         return get_gradient_edge(parameter).node
-
-
-def is_trained(module: torch.nn.Module) -> bool:
-    """Whether any of the module's parameters requires grad."""
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _empty_tensors(module: torch.nn.Module) -> list[str]:
-    """The first tensor that holds no values and that no offload hook or sharding will fill, if there is one."""
-    names = [name for name, t in named_weights(module) if t.device.type == "meta" and immovable_reason(t) is None]
-    return names[:1] if names and managed_by(module) is None else []
 
 
 def _sharding(kind: type) -> str | None:

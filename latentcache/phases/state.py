@@ -1,4 +1,4 @@
-"""What a phase changes besides the places of weights: modes, compiled calls, random streams, autocast."""
+"""Snapshots of what a phase changes besides weights: modes, compiled calls, random streams, autocast."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing_extensions import override
 from latentcache.devices.rng import rng_state, set_rng_state
 
 Modules = Mapping[str, torch.nn.Module]
-"""Modules by the name of the part."""
+"""Modules by part name."""
 
 
 def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every submodule with its dotted name, the part first."""
+    """Every submodule with its dotted name, which starts with the part."""
     for part, module in modules.items():
         for path, submodule in module.named_modules():
             yield f"{part}.{path}" if path else part, submodule
 
 
 def parameters(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter with its dotted name, the part first."""
+    """Every parameter with its dotted name, which starts with the part."""
     for part, module in modules.items():
         for name, parameter in module.named_parameters():
             yield f"{part}.{name}", parameter
 
 
 class Snapshot:
-    """Something as it is now, which can be restored."""
+    """A recorded state that can be restored."""
 
     def restore(self) -> None:
-        """Put it back as it was."""
+        """Restore the recorded state."""
         raise NotImplementedError
 
     def changes(self) -> Iterator[str]:
-        """What differs after `restore`, in words: nothing, where setting it cannot fail."""
+        """Describe what still differs after `restore`. By default nothing, because setting it cannot fail."""
         yield from ()
 
 
 class TrainingModes(Snapshot):
-    """The training flag of every submodule, and which parameters are trained."""
+    """The training flag of every submodule, and `requires_grad` of every parameter."""
 
     def __init__(self, modules: Modules):
         self._modes = [(each, each.training) for _, each in submodules(modules)]
@@ -57,35 +57,37 @@ class TrainingModes(Snapshot):
 
 
 class EagerCalls(Snapshot):
-    """Lets compiled submodules run uncompiled: they would be compiled once more for each shape of validation.
+    """Compiled submodules, which run eagerly in a phase: each shape of a validation would be compiled anew.
 
-    `module.compile()` sets `_compiled_call_impl`; the wrapper of `torch.compile` goes through its own `forward`.
+    `module.compile()` sets `_compiled_call_impl`; the wrapper of `torch.compile` sets its own `forward`.
     """
 
     def __init__(self, modules: Modules):
-        self._compiled: list[tuple[torch.nn.Module, str, Any]] = [
-            (module, name, vars(module)[name])
-            for _, module in submodules(modules)
-            for name in _compiled_attributes(module)
-        ]
+        self._calls: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """Attributes of a module, the name of one, and its compiled and its eager value."""
+        # Set in `vars`, because OptimizedModule.__setattr__ sets attributes of the module inside.
+        for attributes in (vars(module) for _, module in submodules(modules)):
+            if (compiled := attributes.get("_compiled_call_impl")) is not None:
+                self._calls.append((attributes, "_compiled_call_impl", compiled, None))
+            if (inner := attributes["_modules"].get("_orig_mod")) is not None:
+                self._calls.append((attributes, "forward", attributes["forward"], inner.__call__))
 
     def apply(self) -> None:
-        """Let them run uncompiled from now on."""
-        for module, name, _ in self._compiled:
-            # Past OptimizedModule.__setattr__, which sets it on the module inside.
-            vars(module)[name] = vars(module)["_modules"]["_orig_mod"].__call__ if name == "forward" else None
+        """Run them eagerly from now on."""
+        for attributes, name, _, eager in self._calls:
+            attributes[name] = eager
 
     @override
     def restore(self) -> None:
-        for module, name, value in self._compiled:
-            vars(module)[name] = value
+        for attributes, name, compiled, _ in self._calls:
+            attributes[name] = compiled
 
 
 class BlockSwap(Snapshot):
-    """The mode of block swap in a model of musubi-tuner or sd-scripts, which the model itself switches.
+    """The mode of block swap in a model of musubi-tuner or sd-scripts, switched by the model's own methods.
 
-    In training a forward leaves the first blocks on the CPU until its backward: the second one without a backward
-    would fail. A model that has no such methods, or is in the mode for inference, is left alone.
+    In training mode a forward leaves the first blocks on the CPU until its backward, so a second forward without a
+    backward fails. A model without these methods, or already in inference mode, is left alone.
     """
 
     def __init__(self, module: torch.nn.Module):
@@ -98,7 +100,7 @@ class BlockSwap(Snapshot):
         self._has_switched = False
 
     def apply(self) -> None:
-        """Let forwards follow each other."""
+        """Allow forwards without a backward."""
         if self._can_switch:
             self._has_switched = True
             self._switches[0]()
@@ -109,15 +111,8 @@ class BlockSwap(Snapshot):
             self._switches[1]()
 
 
-def _compiled_attributes(module: torch.nn.Module) -> Iterator[str]:
-    if vars(module).get("_compiled_call_impl") is not None:
-        yield "_compiled_call_impl"
-    if "_orig_mod" in module._modules:
-        yield "forward"
-
-
 class RandomStreams(Snapshot):
-    """The states of Python's, NumPy's and torch's generators, on the CPU and on every accelerator."""
+    """The states of the global generators of Python, NumPy and torch, on the CPU and on every accelerator."""
 
     def __init__(self) -> None:
         self._state = rng_state()
@@ -128,10 +123,10 @@ class RandomStreams(Snapshot):
 
 
 class ComputeModes(Snapshot):
-    """Gradient mode, and on the CPU and on the device of the phases whether autocast is on, and for which dtype.
+    """Gradient mode, and the state and dtype of autocast on the CPU and on the device of the phases.
 
-    The cache of autocast is emptied at both ends: a phase would validate with casts of the trained weights that it
-    holds, training would go on with casts of averaged ones, and without gradients they would cut the graph.
+    Autocast's cache is emptied at both ends. Otherwise a phase would use cached casts of the trained weights, and
+    training would use casts of the averaged ones, made without gradients.
     """
 
     def __init__(self, device: torch.device):
@@ -142,7 +137,7 @@ class ComputeModes(Snapshot):
 
     @override
     def restore(self) -> None:
-        # `enter` leaves no_grad by itself, unless Ctrl-C comes before its block has begun.
+        # `enter` leaves no_grad by itself, unless Ctrl-C comes before its block begins.
         torch.set_grad_enabled(self._has_gradients)
         torch.clear_autocast_cache()
         for kind, is_enabled, dtype in self._autocast:

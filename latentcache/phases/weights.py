@@ -1,9 +1,9 @@
-"""The tensors of a model's parts: where each is, the memory that it gets back, and averages in the place of weights.
+"""Snapshots of a model's tensors: weights, gradients, and averaged weights.
 
-Tensors are moved by giving the same Parameter or buffer object other data. So an optimizer keeps its parameters, and
-gradients are not touched. While a phase is open the memory of each tensor is kept: a tensor that is moved, or cast
-there and back, gets its own memory again. Averages are an EMA's, or those of a schedule-free optimizer: they are
-swapped in and out by their own methods, and the trained weights are copied back bit by bit.
+Tensors are moved by assigning `.data` of the same Parameter or buffer, so an optimizer keeps its parameters and
+gradients stay untouched. While a phase is open it holds the memory of each tensor, and a tensor that was moved or cast
+gets that memory back. Averages of an EMA or a schedule-free optimizer are swapped in and out by its own methods, and
+the trained weights are copied back bit by bit.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from latentcache.errors import PhaseError, add_note
 from latentcache.phases.state import Modules, Snapshot, parameters
 
 REPAIR = "Make room, then call Phases.place()"
-"""What to do when a part could not be moved."""
+"""The remedy for a part that could not be moved."""
 
 
 class CurrentStorage:
-    """Maps each tensor to the storage that its `.data` points to while phases are open: its own, or a phase's copy.
+    """Maps each tensor to the memory that it must have while phases are open: its own, or the copy a phase made.
 
-    The copy is on the device where a phase put the tensor. All open phases share one map, so a tensor that one of them
-    parks leaves no copy on the device.
+    All open phases share one map, so parking a tensor in one of them leaves no copy on the device.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """From now on the tensor must have the memory that it has now, unless its memory is kept already."""
+        """Record the tensor's memory, unless an outer phase has done so."""
         self._kept.setdefault(id(tensor), (tensor, tensor.detach()))
 
     def put_all(self, moves: Sequence[tuple[torch.Tensor, torch.device, torch.Tensor | None]]) -> None:
-        """Put tensors on devices. After an error all are in the memory that they had, which is held until the end."""
+        """Put tensors on devices, all or none. Their old memory is held until the end, for the way back."""
         before = [self._kept[id(tensor)] for tensor, _, _ in moves]
         try:
             for tensor, device, memory in moves:
@@ -49,11 +48,11 @@ class CurrentStorage:
             raise
 
     def put(self, tensor: torch.Tensor, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """Put a tensor on the device with the values of its kept memory. `memory` has these values there already."""
+        """Put a tensor with its recorded values on the device, in `memory` if these values are there already."""
         _, values = self._kept[id(tensor)]
         if values.device == device and _is_same_memory(tensor, values):
             return
-        # A copy that is made in a caller's inference mode could not be trained with.
+        # A copy made in a caller's inference mode could not be trained.
         with torch.inference_mode(False):
             if values.device != device:
                 values = values.to(device) if memory is None else memory
@@ -62,7 +61,7 @@ class CurrentStorage:
 
 
 class Weights(Snapshot):
-    """All parameters and buffers of some modules: where they were when a phase began."""
+    """The places of all parameters and buffers of some parts when a phase began."""
 
     def __init__(
         self,
@@ -71,19 +70,19 @@ class Weights(Snapshot):
         park: torch.device,
         pinned: Mapping[str, str],
     ):
-        self._memory, self.pinned = memory, pinned
+        self._memory, self.pinned, self.parts = memory, pinned, tuple(parts)
         self.failed: dict[str, Exception] = {}
-        """The parts that `restore` could not put back."""
+        """The parts that `restore` could not put back, with the error."""
         self._tensors: dict[str, list[tuple[torch.Tensor, torch.device, torch.Tensor | None]]]
         """By part: each tensor, its device, and its memory there if it is parked."""
         self._tensors = {part: [] for part in parts}
         for part, module in parts.items():
             for _, tensor in named_weights(module):
                 memory.keep(tensor)
-                # Only there: keeping it elsewhere would cost memory of the accelerator.
+                # Holding memory on the accelerator would defeat parking.
                 parked = tensor.detach() if tensor.device == park else None
                 self._tensors[part].append((tensor, tensor.device, parked))
-        # `Module.to` gives a parameter other data, but puts another tensor in a buffer's place.
+        # `Module.to` keeps Parameter objects, but replaces buffers.
         self._buffers = [
             (module._buffers, dict(module._buffers))
             for part in parts.values()
@@ -91,51 +90,41 @@ class Weights(Snapshot):
             if module._buffers
         ]
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return tuple(self._tensors)
-
     def place(self, part: str, device: torch.device) -> None:
-        """Put every tensor of the part on the device, unless the part is pinned. After an error none has moved."""
+        """Put every tensor of the part on the device, all or none. A pinned part is left alone."""
         if part in self.pinned:
             return
         try:
             self._memory.put_all([(tensor, device, None) for tensor, _, _ in self._tensors[part]])
         except Exception as error:
-            add_note(error, f"{part} was not put on {device}: all of it is where it was")
+            add_note(error, f"{part} could not be moved to {device}: all of it is where it was")
             raise
 
     def restore_buffers(self) -> None:
-        """Put every buffer that was replaced in its place again."""
+        """Put back every buffer object that was replaced."""
         for buffers, kept in self._buffers:
             buffers.update(kept)
 
     def restore(self) -> None:
-        """Put every tensor back on its device, with its own memory: first those to park, which make room."""
+        """Put every part back, first those to park, which make room. An error is recorded in `failed`."""
         self.restore_buffers()
-        for is_parked in (True, False):
-            for part in self._tensors:
-                self._restore(part, is_parked=is_parked)
-
-    def _restore(self, part: str, *, is_parked: bool) -> None:
-        """Put back the tensors of a part that were parked, or the others. An error keeps none of the other parts."""
-        try:
-            self._memory.put_all([origin for origin in self._tensors[part] if (origin[2] is not None) == is_parked])
-        except Exception as error:
-            self.failed[part] = error
+        for part in sorted(self.parts, key=lambda part: any(parked is None for _, _, parked in self._tensors[part])):
+            try:
+                self._memory.put_all(self._tensors[part])
+            except Exception as error:
+                self.failed[part] = error
 
     def changes(self) -> Iterator[str]:
-        """The parts that could not be put back."""
+        """Name the parts that could not be put back."""
         for part, error in self.failed.items():
-            yield f"{part}: {type(error).__name__}: {error}. All of it is where it was in the phase. {REPAIR}"
+            yield f"{part}: {type(error).__name__}: {error}. All of it stays where it was in the phase. {REPAIR}"
 
 
 class Gradients(Snapshot):
-    """The gradients that wait for the optimizer. Phases do not touch them; code inside may.
+    """The pending gradients. Phases do not touch them, but code inside may.
 
-    `Module.to` casts and moves them with their weights, and only the weights would come back as they were: a step in
-    the middle of an accumulation would fail, or use rounded ones.
+    `Module.to` casts and moves gradients with their weights. If only the weights came back, the next step of an
+    accumulation would fail or use rounded gradients.
     """
 
     def __init__(self, modules: Modules):
@@ -146,7 +135,7 @@ class Gradients(Snapshot):
         ]
 
     def restore(self) -> None:
-        """Give every trained parameter its gradient again, in its own memory."""
+        """Give every trained parameter its gradient back, in the gradient's own memory."""
         for parameter, gradient, values in self._kept:
             if gradient is not None and values is not None and not _is_same_memory(gradient, values):
                 gradient.data = values
@@ -155,10 +144,10 @@ class Gradients(Snapshot):
 
 
 class EmaWeights(Snapshot):
-    """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them.
+    """The weights of an EMA with the methods of diffusers' EMAModel: `store`, `copy_to` and `restore`.
 
-    A phase that does not swap them in swaps them out at its end if other code left them in. An EMA that does not fit
-    is a PhaseError where it is `needed`; elsewhere it is left alone.
+    Averages that code in the phase swapped in are swapped out at its end too. An EMA that does not fit raises
+    PhaseError if it is `needed`; otherwise it is left alone.
     """
 
     def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
@@ -175,43 +164,43 @@ class EmaWeights(Snapshot):
             raise PhaseError(reason, phase="validate")
 
     def swap_in(self) -> None:
-        """Swap the averages in, unless the phase around this one did."""
+        """Swap the averages in, unless they are in already."""
         if not self._was_in:
             self._ema.store(self._parameters)
             self._ema.copy_to(self._parameters)
 
     def restore(self) -> None:
-        """Swap the averages out, also where other code swapped them in."""
+        """Swap the averages out, whoever swapped them in."""
         if self._parameters and is_swapped_in(self._ema):
             self._ema.restore(self._parameters)
 
     def changes(self) -> Iterator[str]:
-        """Whether the averages are in or out, if that differs."""
+        """Say if the averages are in when they were out, or the reverse."""
         if is_swapped_in(self._ema) != self._was_in:
             yield f"ema: its weights are {'in' if is_swapped_in(self._ema) else 'no longer in'} the model"
 
 
 class ScheduleFreeMode(Snapshot):
-    """The mode of a schedule-free optimizer: in `eval` the parameters hold the averaged weights.
+    """The mode of a schedule-free optimizer. In eval mode the parameters hold the averaged weights.
 
-    Its own `train()` after `eval()` interpolates back, which rounds. So the parameters are copied back too.
+    Its `train()` interpolates back, which rounds, so the parameters are copied back too.
     """
 
     def __init__(self, optimizer: Any):
-        # Of any class: schedulefree's wrapper around other optimizers is no torch.optim.Optimizer.
+        # Of any class: schedulefree's wrapper around other optimizers is not a torch.optim.Optimizer.
         self._optimizer = unwrapped(optimizer)
         self._was_training = is_training(self._optimizer)
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def swap_in(self) -> None:
-        """Put the optimizer into eval mode, unless it is in it already or has no such modes."""
+        """Put the optimizer into eval mode, unless it is in it already or has no modes."""
         if self._was_training:
             parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._stored = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
             self._optimizer.eval()
 
     def restore(self) -> None:
-        """Put the optimizer back into its mode, and the parameters to their trained values."""
+        """Restore the optimizer's mode and the trained values of its parameters."""
         if self._was_training and not is_training(self._optimizer):
             self._optimizer.train()
         with torch.no_grad():
@@ -219,9 +208,9 @@ class ScheduleFreeMode(Snapshot):
                 parameter.data.copy_(values)
 
     def changes(self) -> Iterator[str]:
-        """The mode, if it differs."""
+        """Name the mode if it differs."""
         if is_training(self._optimizer) != self._was_training:
-            yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
+            yield f"optimizer: is in {'eval' if self._was_training else 'train'} mode"
 
 
 def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
@@ -230,8 +219,8 @@ def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | No
     missing += [] if hasattr(ema, "shadow_params") else ["shadow_params"]
     if missing:
         return (
-            f"the ema is a {type(ema).__name__} without {', '.join(missing)}; use one such as diffusers' EMAModel, or "
-            "swap its weights in yourself and leave out ema"
+            f"the ema is a {type(ema).__name__} without {', '.join(missing)}; use one like diffusers' EMAModel, or "
+            "swap its weights in yourself and leave ema out of the parts"
         )
     num_trained = sum(parameter.requires_grad for parameter in parameters)
     num_averaged = len(ema.shadow_params)
@@ -239,19 +228,19 @@ def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | No
         return None
     return (
         f"the ema averages {num_averaged} parameters, but the denoiser has {len(parameters)}, {num_trained} of them "
-        "trained; build it over one of these"
+        "trained; build it over all of them or over the trained ones"
     )
 
 
 def is_training(optimizer: Any) -> bool:
-    """Whether a schedule-free optimizer is in train mode; False for optimizers that have no such mode."""
-    # schedulefree's optimizers keep the mode in each group, its wrapper around other optimizers in itself.
+    """Whether a schedule-free optimizer is in train mode; False for optimizers without modes."""
+    # schedulefree's optimizers keep the mode in each group, its wrapper around other optimizers as an attribute.
     modes = (getattr(optimizer, "train_mode", False), *(group.get("train_mode") for group in optimizer.param_groups))
     return any(modes) and callable(getattr(optimizer, "train", None))
 
 
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of a module by dotted name, each object once."""
+    """Every parameter and buffer of a module with its dotted name, each object once."""
     return chain(module.named_parameters(), module.named_buffers())
 
 
