@@ -1,7 +1,7 @@
-"""A DeepSpeed config: settings that are ignored, refused, or left for another program to fill in.
+"""Check of a DeepSpeed config for settings that are ignored, refused, or left for another program to fill in.
 
-DeepSpeed accepts much that has no effect, without a message. The rules were measured on DeepSpeed 0.19.8; DeepSpeed
-itself is not needed here.
+DeepSpeed silently accepts settings that have no effect. The rules were measured on DeepSpeed 0.19.8, which need not be
+installed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,15 @@ def examine_deepspeed_config(path: Path) -> Diagnosis:
     """Check the config in this file. Raises ConfigError if it cannot be read or is not a JSON object."""
     findings = check_deepspeed_config(_read(path))
     if not findings:
-        findings.append(Finding("ok", "DeepSpeed config", f"{path}: nothing ignored, nothing left to fill in"))
+        findings.append(Finding("ok", "DeepSpeed config", f"{path}: no setting is ignored or left to fill in"))
     return Diagnosis(tuple(findings), {"deepspeed_config": str(path)})
 
 
 def check_deepspeed_config(config: Mapping[str, Any]) -> list[Finding]:
-    """Findings about a config as read from JSON. The subject of each is the dotted name of the setting."""
-    findings = [
-        Finding(
-            "warning",
-            path,
-            'is "auto": the Hugging Face Trainer and accelerate fill it in. DeepSpeed itself takes its own default '
-            "without a message, or fails",
-            "give the value, unless one of those two starts the training",
-        )
-        for path, value in named_leaves(config, "")
-        if value == "auto"
-    ]
+    """Findings about a parsed config. The subject of each is the dotted name of a setting."""
+    found = 'is "auto": the Hugging Face Trainer and accelerate fill it in. DeepSpeed alone uses its default, or fails'
+    remedy = "give the value, unless one of those two starts the training"
+    findings = [Finding("warning", path, found, remedy) for path, value in named_leaves(config, "") if value == "auto"]
     zero = config.get(ZERO, {})
     if isinstance(zero, Mapping):
         findings += _check_zero(zero)
@@ -47,11 +39,11 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> list[Finding]:
         if offloads and "optimizer" not in config and config.get("zero_force_ds_cpu_optimizer") is not False:
             found = (
                 "is not false, the optimizer is offloaded, and the config names none: DeepSpeed refuses a torch "
-                "optimizer that it is given"
+                "optimizer passed to it"
             )
-            remedy = "give it a DeepSpeedCPUAdam, name the optimizer in the config, or set this to false"
+            remedy = "pass a DeepSpeedCPUAdam, name the optimizer in the config, or set this to false"
             findings.append(Finding("note", "zero_force_ds_cpu_optimizer", found, remedy))
-    elif zero != "auto":  # which has a finding already
+    elif zero != "auto":  # reported above
         findings.append(Finding("error", ZERO, f"is {_shown(zero)}, not settings by name", 'write {"stage": 2}'))
     return findings
 
@@ -70,10 +62,10 @@ def _check_zero(settings: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("error", subject, f"is {_shown(section)}, not settings by name", 'write {"device": "cpu"}')
         elif device not in OFFLOAD_DEVICES:
             found = f"is {_shown(device)}; DeepSpeed knows none, cpu, nvme"
-            remedy = "name one of them; which GPU it is, the launcher decides"
+            remedy = "name one of them; the launcher chooses the GPU"
             yield Finding("error", f"{subject}.device", found, remedy)
         elif section and device == "nvme" and section.get("nvme_path") in (None, "auto", ""):
-            found = "is missing, and device is nvme: DeepSpeed stops with a TypeError that does not say so"
+            found = "is missing, but device is nvme: DeepSpeed stops with an unrelated TypeError"
             yield Finding("error", f"{subject}.nvme_path", found, "name a folder on the NVMe disk, or use cpu")
     param, optimizer = devices.values()
     if stage in (0, 1, 2) and param != "none":
@@ -85,25 +77,25 @@ def _check_zero(settings: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", f"{ZERO}.offload_optimizer", found, remedy)
     if stage not in (0, 1, 2) and param in ("cpu", "nvme") and optimizer == "none":
         found = (
-            f"device is none, but offload_param is on {param}: legal, and the larger share (an Adam optimizer's "
+            f"device is none, but offload_param is on {param}: that works, but the larger part (an Adam optimizer's "
             "state) stays on the accelerator"
         )
         remedy = f"offload the optimizer first: set its device to {param}"
         yield Finding("note", f"{ZERO}.offload_optimizer", found, remedy)
     ratio = settings["offload_optimizer"].get("ratio") if optimizer != "none" else None
     if stage in (0, 1, 2) and isinstance(ratio, int | float) and ratio < 1:
-        found = f"is {ratio}, but stage is {stage}: DeepSpeed refuses a part of the state below stage 3"
+        found = f"is {ratio}, but stage is {stage}: DeepSpeed refuses to offload part of the state below stage 3"
         yield Finding("error", f"{ZERO}.offload_optimizer.ratio", found, "set stage to 3, or ratio to 1.0")
 
 
 def _shown(value: Any) -> str:
-    """A JSON value as the file has it, cut to one line."""
+    """A JSON value, cut to one line."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _device(section: Any) -> Any:
-    """The device of an offload section. DeepSpeed drops "auto", which leaves the default."""
+    """The device of an offload section. DeepSpeed replaces "auto" by the default, none."""
     device = section.get("device", "none") if isinstance(section, Mapping) else "none"
     return "none" if device == "auto" else device
 

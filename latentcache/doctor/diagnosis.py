@@ -1,4 +1,4 @@
-"""The result of every check in one shape: how bad it is, what it is about, what was found, what to do."""
+"""The result of a check: findings, each with its level, its subject, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Level: TypeAlias = Literal["ok", "note", "warning", "error"]
-"""`note`: worth knowing, nothing to do. `warning`: it works, with a loss. `error`: it fails, or will."""
+"""`note`: worth knowing. `warning`: works, with a drawback. `error`: fails, or will fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was checked. `remedy` is empty where there is nothing to do."""
+    """The result of one check. `remedy` is empty if there is nothing to do."""
 
     level: Level
     subject: str
@@ -22,7 +22,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings in the order in which they were made, and the facts that they are about, by name (JSON values)."""
+    """Findings in order, and the facts behind them by name, as JSON values."""
 
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class Diagnosis:
         return all(finding.level != "error" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """`{"ok", "findings": [{"level", "subject", "found", "remedy"}, ...]}` and the facts."""
+        """`{"ok", "findings": [{"level", "subject", "found", "remedy"}, ...]}` plus the facts."""
         return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings], **self.facts}
 
     def to_text(self) -> str:
-        """A table: a line per finding, its remedy below it."""
+        """A table with one line per finding, its remedy below."""
         width = max((len(finding.subject) for finding in self.findings), default=0)
         lines = []
         for finding in self.findings:

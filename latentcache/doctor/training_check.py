@@ -1,4 +1,4 @@
-"""A check of the device: one training step of a tiny denoiser, and an audit of all that took part."""
+"""Check of the device: one training step of a tiny denoiser, and an audit of every tensor involved."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SUBJECT = "training check"
 
 
 def try_training(device: torch.device) -> Diagnosis:
-    """Forward, backward and an AdamW step on `device`, in float32; the facts hold loss and audit under `training`.
+    """Run forward, backward and an AdamW step on `device` in float32. The fact `training` holds loss and audit.
 
-    A step that fails is an error finding with torch's own message. Global random states do not change.
+    A step that fails is an error finding with torch's message. Global random states do not change.
     """
     generator = torch.Generator().manual_seed(0)
-    unet = cast(Any, tiny_denoiser()).train()  # mypy does not see that diffusers' models are modules
+    unet = cast(Any, tiny_denoiser()).train()  # mypy does not know that diffusers' models are modules
     batch = training_batch(generator)
     target = torch.randn(batch["sample"].shape, generator=generator)
     try:
@@ -38,8 +38,8 @@ def try_training(device: torch.device) -> Diagnosis:
         optimizer.step()
         moved = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().sub(before).abs().max().item()
     except RuntimeError as error:
-        # Out of memory, a kernel that is missing, tensors on two devices: the check exists to find these.
-        finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "fix what the message names")
+        # Out of memory, a missing kernel, tensors on two devices: this check exists to find these.
+        finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "fix the cause in the message")
         return Diagnosis((finding,), {"training": {"device": str(device), "error": str(error)}})
     parts = {"unet": unet, "optimizer": optimizer, "batch": batch}
     report = audit(parts, device=device, training={"unet": True})
@@ -49,18 +49,18 @@ def try_training(device: torch.device) -> Diagnosis:
     ]
     loss_value = loss.item()
     if not (math.isfinite(loss_value) and 0 < moved < math.inf):
-        found = f"on {device}: loss {loss_value}, largest change of a weight {moved}: the step computed nonsense"
-        remedy = "run the same on cpu; if it is sound there, update or reinstall the driver"
+        found = f"on {device}: loss {loss_value}, largest weight change {moved}: the result is invalid"
+        remedy = "run the check on cpu; if it passes there, update or reinstall the driver"
         findings.append(Finding("error", SUBJECT, found, remedy))
     if report.ok and not findings:
-        text = f"one step on {device}: loss {loss_value:.4f}; {report.num_tensors} tensors audited, all in place"
+        text = f"one step on {device}: loss {loss_value:.4f}; {report.num_tensors} tensors audited, none misplaced"
         findings.append(Finding("ok", SUBJECT, text))
     facts = {"device": str(device), "loss": loss_value if math.isfinite(loss_value) else None}
     return Diagnosis(tuple(findings), {"training": {**facts, "audit": asdict(report)}})
 
 
 def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What the tiny denoiser takes, on the CPU: latents [B, C, h, w], embeddings, the sizes of an uncropped image."""
+    """Random inputs of the tiny denoiser, on the CPU: latents [B, C, h, w], embeddings, sizes of an uncropped image."""
     family = family_named(DEFAULT)
     channels, size = family.latent.channels, Size(*(LATENT_SIDE * family.latent.downscale,) * 2)
     sizes = family.size_conditions(Geometry(size, size, Crop(0, 0), size))
