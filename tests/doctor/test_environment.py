@@ -1,7 +1,4 @@
-"""The environment on a machine without a GPU: real facts, versions that are bad, and the command's exit codes.
-
-The last test runs it where latentcache cannot be installed, with torch alone, an old one too.
-"""
+"""The doctor on a machine without a GPU: its facts, bad versions, DeepSpeed configs, exit codes, and an old torch."""
 
 from __future__ import annotations
 
@@ -37,22 +34,21 @@ def test_the_report_holds_this_machine(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(facts["devices"]) == torch.accelerator.device_count()
     assert facts["cache"]["free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
     assert {"Python", "torch", "device", "cache"} <= {finding["subject"] for finding in facts["findings"]}
+    too_long = tmp_path / ("x" * 300)  # it cannot be looked up, as a folder that only its owner may enter
+    assert diagnose(device="cpu", cache_path=too_long / "cache").facts["cache"]["path"] == str(tmp_path)
     missing = diagnose(device="xpu:99")
     assert not missing.ok and "device" not in missing.facts
     assert [finding.subject for finding in missing.findings if finding.level == "error"] == ["device"]
-    (tmp_path / "nvidia-smi").touch(mode=0o755)  # a driver beside a build that cannot use it
+    (tmp_path / "nvidia-smi").touch(mode=0o755)  # a driver, and a build of torch that cannot use it
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert [f.level for f in diagnose(device="cpu").findings if f.subject == "CUDA"] == ["warning"]
 
 
-def test_a_full_device_is_not_taken_for_one_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "ones", Mock(side_effect=torch.OutOfMemoryError("full")))
-    with pytest.raises(torch.OutOfMemoryError):
-        multiplies(CPU, torch.bfloat16)
-
-
 def test_what_a_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):  # not a device without bfloat16
+        full.setattr(torch, "ones", Mock(side_effect=torch.OutOfMemoryError("full")))
+        multiplies(CPU, torch.bfloat16)
     for works in ([torch.float16], []):
         monkeypatch.setattr(environment, "multiplies", lambda device, dtype, works=works: dtype in works)
         found = examine_device(CPU)
@@ -60,7 +56,7 @@ def test_what_a_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.facts["dtypes"] == ["float16"] * len(works)
     monkeypatch.setattr(environment, "multiplies", lambda *_: torch.ones(2) + torch.ones(3))
     (finding,) = examine_device(CPU).findings
-    assert finding.level == "error" and "does not answer" in finding.found
+    assert finding.level == "error" and "does not respond" in finding.found
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def test_what_a_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
         *(("deepspeed", version, "ok", version) for version in ("0.14.0", "0.14.3")),
         *(("deepspeed", version, "error", "issues/5422") for version in ("0.14.1", "0.14.2+cu121")),
         ("torch", "2.0.1+cu118", "error", "state_steps"),
-        # Only pipelines whose parts lie on several devices fail before 0.42.
+        # Before 0.42 only pipelines with parts on several devices fail.
         *(("diffusers", version, "note", "several devices") for version in ("0.39.0", "0.41.0")),
         ("accelerate", "0.34.2", "error", "accelerate>=1.0"),
     ],
@@ -81,7 +77,7 @@ def test_versions_that_are_known_to_be_bad(package: str, version: str, level: st
 
 
 def test_floors_are_those_of_pyproject() -> None:
-    """A floor that is raised in pyproject is raised here too, and every remedy is a version that is not bad."""
+    """A minimum version that is raised in pyproject is raised here too, and no remedy is a bad version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["optional-dependencies"]["encode"], *project["dependencies"]]
     required = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
@@ -94,11 +90,7 @@ def test_floors_are_those_of_pyproject() -> None:
         assert finding.level == "ok"
 
 
-def subjects(report: dict[str, Any], level: str) -> list[str]:
-    return [finding["subject"] for finding in report["findings"] if finding["level"] == level]
-
-
-# A DeepSpeed config: what the stage ignores, what DeepSpeed refuses, what was left to be filled in
+# A DeepSpeed config
 
 HOST, NONE, NVME = {"device": "cpu"}, {"device": "none"}, {"device": "nvme", "nvme_path": "/nvme"}
 OFFLOADED = {"stage": 2, "offload_optimizer": HOST}
@@ -143,14 +135,14 @@ def test_ignored_and_refused_settings(config: dict[str, Any], level: str, subjec
 
 def test_the_file_of_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    assert run_json(*DOCTOR, "--deepspeed", path)[0] == 2  # it is not there
+    assert run_json(*DOCTOR, "--deepspeed", path)[0] == 2  # missing
     for content in (b"[]", b"[" * 100_000, b"\xff"):
         path.write_bytes(content)
         code, _, err = run(*DOCTOR, "--deepspeed", path)
         assert code == 2 and f"{path}: the DeepSpeed config" in err
     path.write_text(json.dumps(zero(2, offload_param=HOST)))
-    code, report = run_json(*DOCTOR, "--deepspeed", path)
-    assert code == 0 and subjects(report, "warning") == ["zero_optimization.offload_param"]
+    code, out, _ = run(*DOCTOR, "--deepspeed", path)
+    assert code == 0 and "warning  zero_optimization.offload_param" in out
     path.write_text(json.dumps(zero(4)))
     code, out, _ = run(*DOCTOR, "--deepspeed", path)
     assert code == 1 and "error    zero_optimization.stage" in out
@@ -159,11 +151,11 @@ def test_the_file_of_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path)
 def test_a_training_step_is_audited(run_json: Any) -> None:
     random_state = torch.random.get_rng_state()
     code, report = run_json(*DOCTOR, "--training")
-    assert code == 0 and "training check" in subjects(report, "ok")
+    assert code == 0 and {"ok"} == {each["level"] for each in report["findings"] if each["subject"] == "training check"}
     training = report["training"]
     assert training["device"] == "cpu" and 0 < training["loss"] < 10
     assert training["audit"]["findings"] == []
-    # 3 tensors of each parameter's optimizer state, its gradient and itself, and the batch.
+    # For each parameter 3 tensors of optimizer state, the gradient and itself; and the batch.
     assert training["audit"]["num_tensors"] > 1000
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert run_json(*DOCTOR, "--training")[1]["training"]["loss"] == training["loss"]

@@ -1,4 +1,4 @@
-"""A small cached validation set, and what the loss of one of its samples must be."""
+"""A small cached validation set, and the expected loss of its samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULER = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_sche
 
 
 def make_cache(folder: Path) -> Config:
-    """Datasets `photos` (5 samples in 2 buckets) and `others` (2, one sample_id in both), and `training`."""
+    """Datasets `photos` (5 samples in 2 buckets), `others` (2, one sample_id of `photos`) and `training`."""
     datasets = []
     for first_seed, (name, role, sizes) in enumerate(
         [("photos", "validation", PHOTOS), ("others", "validation", OTHERS), ("training", "train", {"t.png": WIDE})]
@@ -39,7 +39,7 @@ def make_cache(folder: Path) -> Config:
 
 
 def seed_of(*parts: str | int) -> int:
-    """The published rule: the first 64 bits of the BLAKE3 digest of the parts as compact JSON."""
+    """The first 64 bits of the BLAKE3 digest of the parts as compact JSON, which is the published rule."""
     return int(blake3(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()[:16], 16)
 
 
@@ -49,7 +49,7 @@ def timestep_of(sample_id: str, first: int, end: int, *, seed: int = 0) -> int:
 
 
 def noise_of(sample_id: str, timestep: int, latents: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-    """The noise of the sample at this timestep, shaped as its latents [1, C, h, w]."""
+    """The noise of the sample at this timestep, in the shape of its latents [1, C, h, w]."""
     generator = torch.Generator().manual_seed(seed_of("noise", seed, sample_id, timestep))
     return torch.randn(latents.shape, generator=generator)
 
@@ -61,7 +61,7 @@ def read_sample(cache: LatentCache, sample_id: str, *, dataset: str = "photos") 
 
 
 def predict(unet: torch.nn.Module, noisy: torch.Tensor, timestep: torch.Tensor, sample: dict[str, Any]) -> torch.Tensor:
-    """The UNet's prediction, called as diffusers' SDXL scripts call it."""
+    """The UNet's prediction, called like in diffusers' SDXL scripts."""
     conditions = {"text_embeds": sample["pooled_prompt_embeds"], "time_ids": sample["add_time_ids"]}
     with torch.no_grad():
         return unet(noisy, timestep, sample["prompt_embeds"], added_cond_kwargs=conditions).sample

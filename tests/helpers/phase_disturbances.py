@@ -1,6 +1,6 @@
-"""What a validation may do to a training run by mistake and a phase puts back, and what must be as before afterwards.
+"""Changes that a validation may make to a training run by mistake, and the state that a phase has to restore.
 
-`state_of` looks at the run with code of its own: it shares nothing with what puts the run back.
+`state_of` shares no code with the phases that restore the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from helpers.phase_training import Training
 
 
 def compute_modes(device: torch.device) -> list[Any]:
-    """Gradient mode; of the CPU and of the device whether autocast is on, and for which dtype."""
+    """Gradient mode, and the state and dtype of autocast on the CPU and on the device."""
     kinds = dict.fromkeys(("cpu", device.type))
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     return [torch.is_grad_enabled(), *autocast]
@@ -31,13 +31,13 @@ def set_compute_modes(modes: list[Any]) -> None:
 
 
 def all_devices(training: Training) -> list[torch.device]:
-    """The training's and others of its kind: each has a random stream."""
+    """All devices of the training's type: each has a random stream."""
     num = torch.get_device_module(training.device).device_count()
     return [torch.device(training.device.type, index) for index in range(num)]
 
 
 def disturb(training: Training) -> None:
-    """Change all that a phase puts back."""
+    """Change everything that a phase restores."""
     random.random()
     np.random.rand()
     torch.rand(3)
@@ -49,10 +49,10 @@ def disturb(training: Training) -> None:
     vae.train().requires_grad_(True)
     torch.nn.Module.to(training.unet, "cpu")
     torch.nn.Module.to(text_encoder, training.device)
-    torch.nn.Module.to(training.unet, dtype=torch.bfloat16)  # as the next one, this loses bits
+    torch.nn.Module.to(training.unet, dtype=torch.bfloat16)  # loses bits, as the next line does
     torch.nn.Module.to(vae, dtype=torch.float16)
     training.optimizer.zero_grad(set_to_none=True)
-    # As someone does who forgets to swap them out.
+    # Like code that forgets to swap them out.
     if training.ema is not None and training.ema.temp_stored_params is None:
         parameters = list(training.unet.parameters())
         training.ema.store(parameters)
@@ -64,7 +64,7 @@ def disturb(training: Training) -> None:
 
 
 def state_of(training: Training) -> dict[str, Any]:
-    """All that training rests on, by name."""
+    """Everything that affects the training, by name."""
     state: dict[str, Any] = {}
     for part, module in training.modules().items():
         for name, submodule in module.named_modules():
@@ -107,5 +107,5 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The names of what is not as it was."""
+    """The names of everything that changed."""
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]

@@ -1,4 +1,4 @@
-"""Runs with a validation in the middle, compared with the same run without it: for the CPU and for a second device."""
+"""Training runs with a validation in the middle, compared with the same run without it, on any device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def forward(training: Training, unet: Any = None) -> torch.Tensor:
 
 
 def predict(training: Training) -> torch.Tensor:
-    """A forward of everything that is trained, as a validation does it."""
+    """A forward of all trained parts, as in a validation."""
     output = forward(training, training.phases.module("unet"))
     assert not output.requires_grad and output.isfinite().all()
     return output
 
 
 def fill(training: Training) -> None:
-    """A cold cache, filled as OneTrainer did it (#459): everything away, one encoder in, everything in eval mode."""
+    """Fill a cold cache as OneTrainer did (#459): everything away, one encoder in, everything in eval mode."""
     for module in training.modules().values():
         module.to("cpu")
     training.parts["vae"].to(training.device)
@@ -39,7 +39,7 @@ def fill(training: Training) -> None:
 
 
 def warm(training: Training) -> None:
-    """In the middle of gradient accumulation."""
+    """A validation on a warm cache, in the middle of gradient accumulation."""
     for parameter in training.trained():
         parameter.grad.add_(0.25)
     before = [parameter.grad.clone() for parameter in training.trained()]
@@ -52,7 +52,7 @@ def warm(training: Training) -> None:
 
 
 def cold(training: Training) -> None:
-    """OneTrainer #459: the fill parks what is trained; placement is declared again after it."""
+    """OneTrainer #459: filling the cache parks trained parts, and `place` is called after it."""
     with training.phases.enter("validate") as phases:
         fill(training)
         phases.place()
@@ -81,7 +81,7 @@ def nested(training: Training) -> None:
 
 
 def in_inference_mode(training: Training) -> None:
-    """Tensors that are made in it cannot be trained with. The simulated device has none."""
+    """Tensors made in inference mode cannot be trained. The simulated device has no inference mode."""
     with training.phases.enter("validate"), torch.inference_mode():
         predict(training)
         with training.phases.lend("vae"):
@@ -100,7 +100,7 @@ def each_in_turn(training: Training) -> None:
 
 
 def name_of(value: Any) -> str:
-    """The id of a case."""
+    """The id of a test case."""
     return value if isinstance(value, str) else value.__name__
 
 
@@ -113,7 +113,7 @@ def _without(device: torch.device, variant: str, kind: type[Training]) -> tuple[
 def assert_as_without(
     scenario: Scenario, device: torch.device, variant: str, kind: type[Training] = Training
 ) -> Training:
-    """A run with the scenario in the middle gives the losses, weights, states and draws of one without it."""
+    """Check that a run with the scenario in the middle has the losses, weights, states and draws of one without."""
     losses, tensors, draws = _without(device, variant, kind)
     training = kind(device, variant).run(scenario)
     assert training.losses == losses
@@ -123,7 +123,7 @@ def assert_as_without(
 
 
 def leave_no_trace(device: torch.device, variant: str) -> None:
-    """Disturb a run inside a phase, under a surrounding autocast; afterwards all is as it was."""
+    """Check that a run that was disturbed inside a phase, under a surrounding autocast, is restored."""
     training, defaults = Training(device, variant).run(), compute_modes(device)
     try:
         with torch.autocast(device.type, torch.bfloat16):

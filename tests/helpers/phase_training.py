@@ -1,4 +1,4 @@
-"""A small SDXL training run to put phases into: with dropout, every generator, an EMA, LoRA, a GradScaler."""
+"""A small SDXL training run for tests of phases, with dropout, every generator, an EMA, LoRA, or a GradScaler."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import schedulefree
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
 from helpers.encoding import HIDDEN_SIZE, HIDDEN_SIZE_2
+from peft import LoraConfig
 from torch.utils._pytree import tree_leaves
 
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
@@ -31,11 +33,11 @@ SMALL = {
     "transformer_layers_per_block": 1,
     "dropout": 0.2,
 }
-"""SDXL's wiring in the smallest size that still has every kind of block, with dropout."""
+"""SDXL's structure in the smallest size that still has every kind of block, with dropout."""
 
 
 class Training:
-    """The run. Two of one class, variant and device do the same, bit by bit, unless something disturbs them."""
+    """The run. Two runs of one class, variant and device are bit-identical unless something disturbs them."""
 
     def __init__(self, device: torch.device, variant: str = "plain"):
         self.device, self.variant = device, variant
@@ -45,7 +47,9 @@ class Training:
         self.unet: Any = UNet2DConditionModel.from_config({**tiny_denoiser().config, **SMALL}).train()
         self.parts: dict[str, Any] = tiny_parts() | {"unet": self.unet}
         if variant == "lora":
-            self._add_lora()
+            settings = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.1, "init_lora_weights": "gaussian"}
+            self.unet.requires_grad_(False)
+            self.unet.add_adapter(LoraConfig(target_modules=["to_q", "to_v"], **settings))
         if variant == "text-encoder":
             self.parts["text_encoder"].requires_grad_(True)
         trained = [m for m in self.modules().values() if any(p.requires_grad for p in m.parameters())]
@@ -69,16 +73,14 @@ class Training:
         self.token_ids = torch.randint(0, 500, (2, 77), generator=numbers)
         self.losses: list[float] = []
         self.draws: list[Any] = []
-        """What each generator gives after the run."""
+        """A draw from each generator after the run."""
 
     def wrap(self) -> None:
-        """For subclasses: puts another module in the place of the UNet that the loop calls, or of the part."""
+        """For subclasses: replace the UNet that the loop calls, or the part."""
 
     def optimizer_over(self, parameters: list[torch.nn.Parameter]) -> Any:
         """For subclasses: the optimizer of the run."""
         if self.variant == "schedule-free":
-            import schedulefree
-
             optimizer = schedulefree.AdamWScheduleFree(parameters, lr=1e-2, foreach=False)
             optimizer.train()
             return optimizer
@@ -88,20 +90,11 @@ class Training:
         return {name: part for name, part in self.parts.items() if isinstance(part, torch.nn.Module)}
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """What the optimizer steps."""
+        """The optimizer's parameters."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _add_lora(self) -> None:
-        from peft import LoraConfig
-
-        self.unet.requires_grad_(False)
-        config = LoraConfig(
-            r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"
-        )
-        self.unet.add_adapter(config)
-
     def predict(self, latents: torch.Tensor, timesteps: torch.Tensor, unet: Any = None) -> torch.Tensor:
-        """The output for these latents with the batch's embeddings; by default of the UNet that the loop calls."""
+        """The output for these latents with the batch's embeddings, by default of the UNet that the loop calls."""
         embeddings = self.embeddings.to(self.device)
         if self.variant == "text-encoder":
             encoded = self.parts["text_encoder"](self.token_ids.to(self.device), output_hidden_states=True)
@@ -111,7 +104,7 @@ class Training:
         return (unet or self.unet)(latents, timesteps, embeddings, added_cond_kwargs=conditions).sample
 
     def backward(self) -> None:
-        """Gradients. Noise is drawn on the device, the timestep with NumPy, a flip with Python."""
+        """Compute gradients. Noise is drawn on the device, timesteps with NumPy, a flip with Python."""
         latents = self.latents.to(self.device)
         latents = latents.flip(-1) if random.random() < 0.5 else latents
         noise = torch.randn_like(latents) + torch.randn(latents.shape).to(self.device)
@@ -123,7 +116,7 @@ class Training:
         self.losses.append(loss.item())
 
     def step(self) -> None:
-        """Gradients, and the update."""
+        """Compute gradients and update the weights."""
         self.backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -132,7 +125,7 @@ class Training:
             self.ema.step(self.trained())
 
     def run(self, validate: Callable[[Any], None] | None = None) -> Training:
-        """All steps, with `validate` after one of them."""
+        """Run all steps, with `validate` after one of them."""
         for number in range(NUM_STEPS):
             self.step()
             if number == VALIDATE_AFTER and validate is not None:
@@ -142,7 +135,7 @@ class Training:
         return self
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every weight, gradient and optimizer state, copied to the CPU; what this rank has of it, where it shards."""
+        """Copies of every weight, gradient and optimizer state on the CPU, of shards this rank's own."""
         weights = [tensor for module in self.modules().values() for tensor in module.state_dict().values()]
         gradients = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
         states = [self.optimizer.state_dict(), self.scaler.state_dict(), self.ema.state_dict() if self.ema else {}]

@@ -24,7 +24,7 @@ def validation_config(make_config: Callable[..., Config], photos: Path, **change
 
 
 def precache_training_set(config: Config) -> None:
-    """What a user has cached before the first validation: the training set, and no validation prompt but the empty."""
+    """Cache what a user has before the first validation: the training set, and no prompt but the empty one."""
     only = {"datasets": config.datasets[:1], "validation": config.validation.model_copy(update={"prompts": ()})}
     assert run_precache(config.model_copy(update=only)).num_refused == 0
 

@@ -1,12 +1,11 @@
-"""One rank of a training under DistributedDataParallel and FSDP with phases in the middle. Prints JSON.
+"""One rank of a training with DistributedDataParallel, then with FSDP, and with phases in the middle. Prints JSON.
 
-`python phase_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`, with `tests` on the PYTHONPATH and `config.json` beside the
-file of the rendezvous.
+`python phase_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`, with `tests` on the PYTHONPATH and `config.json` next to the
+rendezvous file.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import sys
 from collections.abc import Callable
@@ -39,7 +38,7 @@ class Wrapper(Training):
         self.unet = self.parts["unet"] = DistributedDataParallel(self.unet, gradient_as_bucket_view=True)
 
     def backward(self) -> None:
-        """On other samples than those of the other rank."""
+        """Compute gradients of other samples than the other rank does."""
         self.latents = self.latents + dist.get_rank()
         super().backward()
 
@@ -53,8 +52,6 @@ class Inside(Wrapper):
 
 
 class Sharded(Wrapper):
-    """Under FSDP."""
-
     def wrap(self) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(self.unet.mid_block, mesh=mesh)
@@ -62,14 +59,14 @@ class Sharded(Wrapper):
 
 
 def accumulate(training: Training, validate: Callable[[Training], None] = lambda training: None) -> None:
-    """An update of gradients that waited for the end of `validate`."""
+    """Update with gradients that were pending during `validate`."""
     training.backward()
     validate(training)
     training.optimizer.step()
 
 
 def outcome(kind: type[Training], variant: str, **options: Any) -> list[Any]:
-    """Losses, a digest of all tensors, and what each generator gives after a run."""
+    """The losses of a run, a digest of its tensors, and a draw from each generator after it."""
     training, digest = kind(CPU, variant).run(partial(accumulate, **options)), hashlib.sha256()
     for tensor in training.tensors():
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -77,7 +74,7 @@ def outcome(kind: type[Training], variant: str, **options: Any) -> list[Any]:
 
 
 def in_ddp(config: Config) -> dict[str, Any]:
-    """The outcome without a validation, and with one on the first rank, whose cache is cold once."""
+    """The outcome without a validation, and with one on the first rank, first on a cold cache."""
     found: dict[str, Any] = {"without": outcome(Wrapper, "plain"), "num_filled": []}
 
     def validate(training: Training) -> None:
@@ -94,7 +91,7 @@ def gathered(training: Training) -> int:
 
 
 def in_fsdp() -> dict[str, Any]:
-    """The outcome without phases, and with them; what they find, and leave."""
+    """The outcome with and without phases, and the state inside and after them."""
     found: dict[str, Any] = {"without": outcome(Sharded, "ema")}
 
     def validate(training: Training) -> None:
@@ -126,7 +123,6 @@ def main() -> None:
     rank, world_size, rendezvous = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     config = Config.model_validate_json((rendezvous.parent / "config.json").read_text())
     torch.use_deterministic_algorithms(True)
-    gc.freeze()  # phases look for wrappers among all objects, and imports have made half a million
     file, timeout = f"file://{rendezvous}", timedelta(seconds=240)
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world_size, timeout=timeout)
     try:

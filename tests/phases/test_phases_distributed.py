@@ -1,4 +1,4 @@
-"""The phase switch in two processes on gloo: DistributedDataParallel and fully_shard."""
+"""The phase switch in two gloo processes, with DistributedDataParallel and with fully_shard."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("given", ["Wrapper", "Inside"])
 def test_ddp_trains_on_bit_by_bit_after_a_validation_on_one_rank(given: str, ranks: list[dict[str, Any]]) -> None:
-    """The eager module has no collectives: one rank may validate, even fill the cache, while the other goes on."""
+    """The eager module has no collectives, so one rank can validate and fill the cache while the other continues."""
     first, second = ranks
     assert first[given] == first["without"] and second[given] == second["without"]
     assert first[given][0] != second[given][0], "the ranks have the same samples: this shows nothing"
     cold, warm = first["num_filled"]
     assert cold > 0 and warm == 0 and second["num_filled"] == [None, None]
-    assert "unet is not moved: under DistributedDataParallel" in " ".join(first["notes"])
+    assert "unet is not moved: trained by several processes" in " ".join(first["notes"])
 
 
 def test_shards_train_on_bit_by_bit_and_are_neither_moved_nor_left_gathered(ranks: list[dict[str, Any]]) -> None:

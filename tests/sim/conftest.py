@@ -1,8 +1,8 @@
-"""The second device of the tests in this folder: simulated, and a CUDA device where there is one.
+"""The second device of the tests in this folder: a simulated one, and a CUDA device if there is one.
 
-The simulated device is global and stays until the process ends. So these tests run in a process of their own:
-`pytest -m sim tests/sim`, and on a machine with CUDA once with `-m "sim and not cuda"` and once with
-`-m "sim and cuda"` (`scripts/test.py` does this).
+The simulated device is global and stays until the process ends. So these tests run in their own process:
+`pytest -m sim tests/sim`, or on a machine with CUDA once with `-m "sim and not cuda"` and once with
+`-m "sim and cuda"`, as `scripts/test.py` does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sim)
-            callspec = getattr(item, "callspec", None)
-            if callspec is not None and callspec.params.get("device") == "cuda":
+            if getattr(getattr(item, "callspec", None), "params", {}).get("device") == "cuda":
                 item.add_marker(pytest.mark.cuda)
 
 

@@ -1,10 +1,10 @@
 """Which mixes of devices a CUDA build of torch accepts, operator by operator.
 
-The rules are read from `native_functions.yaml`, from which torch itself is built and which its wheel holds. An operator
-marked `device_check: NoCheck` is built on TensorIterator, or has a rule of its own; every other one demands one device
-for all of its tensors, those of no dimension and those in lists included. TensorIterator's own rule is in
-`aten/src/ATen/TensorIterator.cpp`, `compute_types`: one CPU tensor of no dimension may meet device tensors, unless it
-is written to.
+The rules are read from `native_functions.yaml`, from which torch itself is built and which its wheel contains. An
+operator marked `device_check: NoCheck` is built on TensorIterator or has its own rule. Every other operator demands one
+device for all its tensors, including 0-dim tensors and tensors in lists. TensorIterator's rule is in
+`aten/src/ATen/TensorIterator.cpp`, `compute_types`: one 0-dim CPU tensor may meet device tensors, unless it is written
+to.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ READS_INDICES = frozenset({"index", "index_put_", "index_put", "_index_put_impl_
 """Their indices may stay on the CPU (`aten/src/ATen/native/TensorAdvancedIndexingUtils.h`)."""
 
 COPIES = frozenset({"copy_", "copy", "_to_copy", "_foreach_copy_", "_foreach_copy", "record_stream"})
-"""Their purpose is to take tensors of several devices."""
+"""They exist to take tensors on several devices."""
 
 TAKES_CPU_SCALARS = frozenset({"where"})
-"""They move every CPU tensor of no dimension to the device themselves, however many there are."""
+"""They move every 0-dim CPU tensor to the device themselves."""
 
 
 class DeviceMismatch(RuntimeError):
-    """Tensors of one operator lie on devices that CUDA's rules do not let meet."""
+    """Tensors of one operator are on devices that CUDA's rules do not let meet."""
 
 
 def tensors_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple]:
-    """Argument, tensor and whether the operator writes to it, for every tensor of a call; lists are opened."""
+    """Every tensor of a call, also in lists, with its argument and whether the operator writes to it."""
     named = [*zip(op._schema.arguments, args, strict=False)]
     by_name = {argument.name: argument for argument in op._schema.arguments}
     named += [(by_name[name], value) for name, value in kwargs.items()]
@@ -67,17 +67,14 @@ def common_device(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
             if num_free > 1 and base not in TAKES_CPU_SCALARS:
                 raise DeviceMismatch("Trying to pass too many CPU scalars to non-CPU kernel!")
             continue
-        raise DeviceMismatch(
-            f"Expected all tensors to be on the same device, but found at least two devices, {device} and "
-            f"{tensor.device}! (when checking argument for argument {name} in method aten::{base})"
-        )
+        raise _mismatch(device, tensor, name, base)
     return device
 
 
 def kernels_of_their_own() -> Iterator[torch._ops.OpOverload]:
-    """Operators that CUDA runs with its own kernel, but that another device would get through a composite one.
+    """Operators with a CUDA kernel for which another device would get a composite one.
 
-    Sent straight to the device, they are checked as CUDA checks them, not as their parts are.
+    Sent straight to the device they are checked as a whole, as on CUDA.
     """
     for entry in _native_functions():
         dispatch = {key.strip() for keys in entry.get("dispatch") or {} for key in keys.split(",")}
@@ -100,10 +97,14 @@ def _check_indexing(base: str, tensors: list[tuple]) -> None:
                 f"indices should be either on cpu or on the same device as the indexed tensor ({device})"
             )
         if name == "values" and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
-            raise DeviceMismatch(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{device} and {tensor.device}! (when checking argument for argument values in method aten::{base})"
-            )
+            raise _mismatch(device, tensor, name, base)
+
+
+def _mismatch(device: torch.device, other: torch.Tensor, name: str, base: str) -> DeviceMismatch:
+    return DeviceMismatch(
+        f"Expected all tensors to be on the same device, but found at least two devices, {device} and "
+        f"{other.device}! (when checking argument for argument {name} in method aten::{base})"
+    )
 
 
 def _full_name(op: torch._ops.OpOverload) -> str:

@@ -1,12 +1,12 @@
 """A second device, `sim`, for machines without one: real values, CPU memory, and CUDA's rules on mixing devices.
 
-torch's helper for backends in Python makes PrivateUse1 a device. Every operator on it arrives at `_run`, which checks
-the devices as CUDA does (device_rules.py), runs the CPU's kernel on the same memory, and labels the results.
-It is global and cannot be undone: it belongs into a process of its own.
+torch's helper for Python backends makes PrivateUse1 a device. Every operator on it arrives at `_run`, which checks the
+devices as CUDA does (device_rules.py), runs the CPU kernel on the same memory, and labels the results. The device is
+global and cannot be removed, so it needs its own process.
 
-What it cannot do: `torch.Generator(device="sim")`, storages of its own, also those read from a file, `pin_memory()`,
-streams. A view has its base's memory but a storage object of its own, so a deep copy of both parts them. `device.type`
-is `sim`, so code that asks for `cuda` by name takes its other branch.
+Not supported are `torch.Generator(device="sim")`, storages (also those read from a file), `pin_memory()` and streams.
+A view has its base's memory but its own storage object, so a deep copy separates the two. `device.type` is `sim`, so
+code that compares with `cuda` takes its other branch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _kept_alive: list[torch.library.Library] = []
 
 
 class SimBackend:
-    """What torch knows as the module `torch.sim`."""
+    """The module `torch.sim`."""
 
     def __init__(self) -> None:
         self.generators = [torch.Generator().manual_seed(1000 + index) for index in range(NUM_DEVICES)]
@@ -93,7 +93,7 @@ class SimBackend:
 
 
 def install() -> SimBackend:
-    """Make `sim:0` and `sim:1` devices of this process and give their backend; a second call gives the same one."""
+    """Make `sim:0` and `sim:1` devices of this process and return their backend. Idempotent."""
     present = getattr(torch, NAME, None)
     if present is not None:
         return present
@@ -101,8 +101,8 @@ def install() -> SimBackend:
 
     backend = SimBackend()
     _setup_privateuseone_for_python_backend(NAME, backend_module=backend)
-    # As on CUDA, `Module.to` keeps its Parameter objects and `parameter.data = other` may change the device. Torch
-    # allows the latter for its own devices only, so both go through a swap of what the Python object holds.
+    # As on CUDA, `Module.to` keeps Parameter objects, and `parameter.data = other` may change the device. Torch allows
+    # the latter only for its own devices, so both swap the tensor that the Python object holds.
     torch.__future__.set_swap_module_params_on_conversion(True)
     _let_data_change_device()
     _let_buffers_be_deep_copied()
@@ -121,7 +121,7 @@ def install() -> SimBackend:
 
 
 def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Check the devices of a call, run the CPU's kernel on the same memory, and label what it gives."""
+    """Check the devices of a call, run the CPU kernel on the same memory, and label the results."""
     base = op._schema.name.partition("::")[2]
     if base.startswith("_foreach_") and base not in {"_foreach_copy_", "_foreach_copy"}:
         return _run_each(op, args, kwargs)
@@ -136,7 +136,7 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], device: torch.device | None) -> Any:
-    """The CPU kernel's results as tensors of `device`; tensors that were passed in are themselves again."""
+    """The CPU kernel's results as tensors of `device`. Tensors passed in are returned as the same objects."""
     index = torch.get_device_module(NAME).index_of(device) if device is not None else 0
     results = {a.name for a in op._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
     outputs = {name: value for name, value in kwargs.items() if name in results and isinstance(value, torch.Tensor)}
@@ -149,7 +149,7 @@ def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], devi
 
     cpu_args = tree_map_only(torch.Tensor, borrowed, args)
     cpu_kwargs = tree_map_only(torch.Tensor, borrowed, {k: v for k, v in kwargs.items() if k not in outputs})
-    # An `out=` tensor may be resized, which labelled memory cannot be: the kernel writes to one of its own.
+    # The kernel may resize an `out=` tensor, which labelled memory cannot be, so it gets a fresh one.
     fresh = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in outputs.items()}
     given = _callable_with_numbers(op, args)(*cpu_args, **cpu_kwargs, **fresh)
 
@@ -174,7 +174,7 @@ def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], devi
 
 
 def _callable_with_numbers(op: torch._ops.OpOverload, args: Any) -> Callable[..., Any]:
-    """The operator, or all its overloads if a Python number stands where it wants a tensor (`tensor % 3`)."""
+    """The operator, or all its overloads if a Python number is passed for a tensor (`tensor % 3`)."""
     for argument, value in zip(op._schema.arguments, args, strict=False):
         if isinstance(value, int | float | complex) and isinstance(argument.type, torch.TensorType):
             return op.overloadpacket
@@ -182,7 +182,7 @@ def _callable_with_numbers(op: torch._ops.OpOverload, args: Any) -> Callable[...
 
 
 def _run_each(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A foreach operator, tensor by tensor: across devices CUDA takes its slow path, in which each index is alone."""
+    """Run a foreach operator tensor by tensor, like CUDA's slow path for several devices."""
     many = {i for i, value in enumerate(args) if _is_tensor_list(value)}
     lengths = {len(args[i]) for i in many} | {len(v) for v in kwargs.values() if _is_tensor_list(v)}
     given, (length,) = [], lengths
@@ -205,7 +205,7 @@ def _is_tensor_list(value: Any) -> bool:
 
 @contextmanager
 def _stream_of(device: torch.device) -> Iterator[None]:
-    """Random operators draw from the device's own stream: for so long it is the CPU's default one."""
+    """Let random operators draw from the device's own stream, by making it the CPU's default one meanwhile."""
     backend = torch.get_device_module(NAME)
     stream = backend.generators[backend.index_of(device)]
     with torch.random.fork_rng(devices=[]):
@@ -273,7 +273,7 @@ def _let_data_change_device() -> None:
         gradient = self.grad if self.is_leaf else None
         if gradient is not None:
             self.grad = None
-        # Another Python object: the one of the value must not be swapped. No view either, which would keep its base.
+        # A new object, because `value` itself must not be swapped, and no view, which would keep its base.
         new = value.detach()
         new.requires_grad_(self.requires_grad)
         torch._C._swap_tensor_impl(self, new)
@@ -285,7 +285,7 @@ def _let_data_change_device() -> None:
 
 
 def _let_buffers_be_deep_copied() -> None:
-    """torch clones a buffer's storage, for which it asks the device's allocator: there is none."""
+    """Replace torch's way, which clones a buffer's storage with the device's allocator: there is none."""
     base = torch.Tensor.__deepcopy__
 
     def deep_copied(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -300,9 +300,9 @@ def _location_of(storage: Any) -> str | None:
     return f"{NAME}:{storage.device.index or 0}" if storage.device.type == NAME else None
 
 
-# Dense tensors whose memory is the CPU's and whose device is another: one storage, two labels. DLPack carries a tensor
-# with the device it is said to be on. A capsule with the other device's number gives a tensor of that device over the
-# same memory, so views and in-place operators keep their aliasing.
+# Dense tensors with CPU memory and another device: one storage, two labels. A DLPack capsule names its tensor's device.
+# With the other device's number in it, it becomes a tensor of that device over the same memory, so views and in-place
+# operators keep their aliasing.
 
 CPU, EXTENSION_DEVICE = 1, 12
 """`DLDeviceType` in dlpack.h: kDLCPU and kDLExtDev, which is torch's PrivateUse1."""

@@ -1,7 +1,7 @@
 """OneTrainer #459, https://github.com/Nerogar/OneTrainer/issues/459: validation with a cold cache parks the model.
 
-The cache fill moved every part away and only the encoder that it needed back. Where the cache was warm nothing moved,
-so only the first validation failed: in the embedding of the text encoder, which is trained and gets tokens each step.
+Filling the cache moved every part away, and only the encoder that it needed back. With a warm cache nothing moved, so
+only the first validation failed, in the embedding of the text encoder, which is trained and gets tokens at each step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def audited(training: Training) -> AuditReport:
-    """The placement that training needs: trained parts on the device in train mode, frozen ones parked."""
+    """Audit the placement that training needs: trained parts on the device in train mode, frozen ones parked."""
     trained = ("unet", "text_encoder")
     return audit(
         training.modules() | {"optimizer": training.optimizer},
@@ -49,7 +49,7 @@ def test_onetrainer_459_validation_fails_when_the_cache_is_cold(device: torch.de
 def test_a_fill_in_the_middle_of_training_changes_nothing(
     make_config: Callable[..., Config], device: torch.device
 ) -> None:
-    """A whole cold fill with the parts that are being trained with. A text encoder that is trained is refused."""
+    """A whole cold fill with the parts of the training. A text encoder that is being trained is refused."""
     types = {"encode.vae_dtype": "float32", "encode.text_dtype": "float32"}
     config = make_config(**{"encode.device": str(device), **types})
 

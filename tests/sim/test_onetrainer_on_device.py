@@ -1,4 +1,4 @@
-"""OneTrainer #459 in the cache module: parts come back to their devices after a cold cache, through either API."""
+"""OneTrainer #459 in the cache module: after a cold cache, parts return to their devices through either API."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NAMES = ("unet", *ENCODERS, "vae")
 
 
 class Model:
-    """A trainer's model: the UNet and the first text encoder are trained on the device, all else is parked.
+    """A trainer's model: the UNet and the first text encoder are trained on the device, and all else is parked.
 
-    Older releases move a part by `<part>_to`, newer ones by `materialize` and `evict`.
+    Older releases move a part with `<part>_to`, newer ones with `materialize` and `evict`.
     """
 
     def __init__(self, device: torch.device, *, is_older: bool):
@@ -53,7 +53,7 @@ class Model:
             self.unet_lora.to(device)
 
     def prepare(self, kind: str) -> None:
-        """What OneTrainer does before it encodes."""
+        """Move and set modes as OneTrainer does before it encodes."""
         needed = ("vae",) if kind == "image" else ENCODERS
         for name in NAMES:
             self.move(name, self.device if name in needed else CPU)
@@ -73,7 +73,7 @@ def setup_of(model: Model, tmp_path: Path, cache: str = "cache") -> Setup:
 
 
 def train_step(model: Model, run: Any) -> torch.Tensor:
-    """As OneTrainer predicts: tokens on the device, the trained text encoder live, all else from the cache."""
+    """Predict like OneTrainer: the trained text encoder runs on tokens, and all else comes from the cache."""
     item = next(iter(run.pipeline))
     hidden_states = model.text_encoder(item["tokens_1"][None], output_hidden_states=True).hidden_states[-2]
     embeds = torch.cat([hidden_states, item["text_encoder_2_hidden_state"][None]], -1)
@@ -106,7 +106,7 @@ def test_a_cold_cache_leaves_the_model_as_it_was(model: Model, tmp_path: Path) -
         PlacementGuard(lambda: model).around(cache)
     with pytest.raises(ItemsError, match=r"1 of 2 items"):
         failing.next_epoch()
-    assert model.placement() == before, "an error while encoding leaves it so too"
+    assert model.placement() == before, "after an error while encoding too"
     (tmp_path / "p00.png").replace(tmp_path / "photos" / "p00.png")
     unguarded = setup_of(model, tmp_path, "another").start()
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
@@ -120,12 +120,12 @@ class Conductor:
     def to(self, device: torch.device) -> None:
         self.is_active = device != CPU
         self.layers.to(CPU)
-        self.layers[0].to(device)  # which ones are there changes while it trains
+        self.layers[0].to(device)  # the layers on the device change during training
 
 
 @pytest.mark.parametrize("is_older", [True, False])
 def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, is_older: bool) -> None:
-    """If another function moved them, the conductor would take layers on the device for layers that are away."""
+    """If anything else moved them, the conductor would no longer know which layers are on the device."""
     unet = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).to(device))
     model = SimpleNamespace(unet=unet, unet_offload_conductor=Conductor(unet))
     move = model.unet_offload_conductor.to

@@ -1,10 +1,11 @@
-"""The phase switch on a second device: what moves away comes back, and training goes on bit by bit."""
+"""The phase switch on a second device: what moves away comes back, and training continues bit by bit."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from accelerate import cpu_offload, cpu_offload_with_hook, init_empty_weights
 from diffusers.training_utils import EMAModel
 from helpers.phase_runs import Scenario, assert_as_without, cold, each_in_turn, forward, leave_no_trace, name_of
 from helpers.phase_training import Training
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache.errors import PhaseError
 from latentcache.models.tiny import tiny_parts
@@ -29,7 +31,7 @@ CPU = torch.device("cpu")
     ids=name_of,
 )
 def test_training_goes_on_bit_by_bit(variant: str, scenario: Scenario, device: torch.device) -> None:
-    """The variants with LoRA and an EMA are those of a validation by the runner."""
+    """LoRA and an EMA are tested with the runner."""
     assert_as_without(scenario, device, variant)
 
 
@@ -39,7 +41,7 @@ def test_all_disturbances_at_once_are_put_back(variant: str, device: torch.devic
 
 
 def small_parts(device: torch.device) -> dict[str, Any]:
-    """The UNet is trained on the device, the others wait on the CPU."""
+    """A UNet to train on the device, and other parts on the CPU."""
     unet, vae = torch.nn.Linear(3, 3).to(device), torch.nn.Linear(3, 3).requires_grad_(False)
     encoder = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).requires_grad_(False)
     return {"unet": unet, "vae": vae, "encoder": encoder}
@@ -58,7 +60,7 @@ def test_sequential_offload_is_refused_on_what_is_trained(device: torch.device) 
 
 
 class Params4bit(torch.nn.Parameter):
-    """As bitsandbytes has it."""
+    """Has the name of bitsandbytes' class."""
 
     __module__ = "bitsandbytes.nn.modules"
 
@@ -77,38 +79,34 @@ def sharded(module: Any, device: torch.device) -> None:
         parameter.device_mesh = None
 
 
-def hooked(module: Any, device: torch.device) -> None:
-    cpu_offload_with_hook(module, device)
-
-
 @pytest.mark.parametrize(
     ("manage", "reason"),
     [
         (quantised, "is a bitsandbytes Params4bit"),
         (partitioned, "is a partition of DeepSpeed ZeRO-3"),
         (sharded, "is a shard of FSDP"),
-        (hooked, "under offload hooks, which move it"),
+        (cpu_offload_with_hook, "under offload hooks, which move it"),
     ],
 )
 def test_what_other_software_places_is_left_where_it_is(
-    manage: Callable[..., None], reason: str, device: torch.device
+    manage: Callable[..., object], reason: str, device: torch.device
 ) -> None:
     for place in (CPU, device):
         parts = small_parts(device)
         encoder = parts["encoder"].to(place)
         manage(encoder, device)
-        phases = Phases(parts, device=device)
+        phases, tensors = Phases(parts, device=device), [*encoder.parameters(), *encoder.buffers()]
         assert list(phases.not_moved()) == ["encoder"] and reason in phases.not_moved()["encoder"]
-        before = [tensor.device for tensor in (*encoder.parameters(), *encoder.buffers())]
+        before = [tensor.device for tensor in tensors]
         phases.start("train")
         with phases.enter(Phase(on_device=("vae",))), phases.lend("encoder"):
             assert "vae" in phases.on_device()
-            assert [tensor.device for tensor in (*encoder.parameters(), *encoder.buffers())] == before
+            assert [tensor.device for tensor in tensors] == before
         assert [tensor.device for tensor in (*encoder.parameters(), *encoder.buffers())] == before
 
 
 def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.device) -> None:
-    """Memory that it kept is not put back: the weights have been moved and trained since."""
+    """Its memory must not be restored later, when the weights have been moved and trained."""
     parts = small_parts(device)
     unet, ema = parts["unet"], EMAModel([torch.zeros(1)])  # of another model
     phases = Phases({**parts, "ema": ema}, device=device)
@@ -125,14 +123,14 @@ def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.devic
     assert (unet.weight == 7).all()
 
 
-# Weights whose memory another tensor shares: parking them would part the two. Mapped files are no such memory.
+# Weights that share their memory with another tensor: parking would separate the two. Mapped files do not count.
 
 FILL = Phase(on_device=())
 
 
 @pytest.fixture
 def sides(device: torch.device) -> tuple[torch.device, torch.device]:
-    """Where training is, and where parts are parked. A view on the simulated device has storage of its own."""
+    """The devices of training and of parked parts. A view on the simulated device has its own storage."""
     return (CPU, device) if device.type == "sim" else (device, CPU)
 
 
@@ -140,7 +138,7 @@ def sides(device: torch.device) -> tuple[torch.device, torch.device]:
 def test_what_a_flat_buffer_writes_is_in_the_weights_after_a_phase(
     num: int, sides: tuple[torch.device, torch.device]
 ) -> None:
-    """Over all of a layer, as DeepSpeed ZeRO-1 and 2, and Apex, have it, or filled by one weight."""
+    """A buffer over a whole layer, as in DeepSpeed ZeRO-1 and 2 and in Apex, or filled by one weight."""
     here, park = sides
     net, flat = torch.nn.Linear(3, 2).to(here), torch.zeros(num, device=here)
     net.weight.data = flat[:6].view(2, 3)
@@ -157,12 +155,13 @@ def test_what_a_flat_buffer_writes_is_in_the_weights_after_a_phase(
     flat.fill_(7)
     assert (net.weight == 7).all()
     assert phases.not_moved() == {
-        "unet": "weight shares its memory with another tensor, such as an optimizer's flat buffer or a kept state_dict"
+        "unet": "weight shares its memory with another tensor, such as an optimizer's flat buffer or a "
+        "state_dict that is still held"
     }
 
 
 def test_weights_of_a_training_are_parked(sides: tuple[torch.device, torch.device]) -> None:
-    """Neither gradients that wait nor an open phase are such a tensor."""
+    """Neither pending gradients nor an open phase count as such a tensor."""
     here, park = sides
     training = Training(here)
     phases = Phases(training.parts, device=here, park=park)
@@ -175,27 +174,19 @@ def test_weights_of_a_training_are_parked(sides: tuple[torch.device, torch.devic
     assert next(training.unet.parameters()).device == here
 
 
-def as_loaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return state
-
-
-def as_a_flat_buffer(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of which nobody knows what it is for. What is parked is given back in its own memory."""
-    flat = torch.cat([values.flatten() for values in state.values()])
-    parts = flat.split([values.numel() for values in state.values()])
-    return {name: part.view(values.shape) for (name, values), part in zip(state.items(), parts, strict=True)}
-
-
-@pytest.mark.parametrize("laid", [as_loaded, as_a_flat_buffer])
+@pytest.mark.parametrize("in_one_buffer", [False, True])
 def test_a_part_that_was_loaded_without_a_copy_is_lent_and_given_back(
-    laid: Callable[..., dict[str, torch.Tensor]], tmp_path: Path, device: torch.device
+    in_one_buffer: bool, tmp_path: Path, device: torch.device
 ) -> None:
-    """The tensors lie in the file, in order, and the caller may still hold them."""
+    """The tensors are mapped from the file in order, or views of a buffer, and the caller may still hold them."""
     vae = tiny_parts(1)["vae"]
     safetensors.torch.save_file(vae.state_dict(), tmp_path / "vae.safetensors")
     with init_empty_weights():
         vae = type(vae).from_config(vae.config)
-    state = laid(safetensors.torch.load_file(tmp_path / "vae.safetensors"))
+    state = safetensors.torch.load_file(tmp_path / "vae.safetensors")
+    if in_one_buffer:
+        views = torch.cat([each.flatten() for each in state.values()]).split([each.numel() for each in state.values()])
+        state = {name: view.view(state[name].shape) for name, view in zip(state, views, strict=True)}
     vae.load_state_dict(state, assign=True)
     memory = [parameter.data_ptr() for parameter in vae.parameters()]
     phases = Phases({"unet": torch.nn.Linear(3, 2), "vae": vae.requires_grad_(False)}, device=device)
@@ -208,9 +199,9 @@ def test_a_part_that_was_loaded_without_a_copy_is_lent_and_given_back(
     assert [parameter.data_ptr() for parameter in vae.parameters()] == memory
 
 
-# DistributedDataParallel in one process: its hooks hang on the weights, and a move would drop them.
+# DistributedDataParallel in one process: a move would drop its hooks.
 
-REASON = "under DistributedDataParallel, whose hooks a move would drop"
+REASON = "trained by several processes: a move would drop the hooks of DistributedDataParallel"
 GIVEN: dict[str, Callable[[Any], torch.nn.Module]] = {
     "the wrapper": lambda ddp: ddp,
     "the module inside": lambda ddp: ddp.module,
@@ -221,20 +212,18 @@ GIVEN: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """A group of this process alone, without threads; skips the test where this torch has none."""
+    """A group of this process alone, without threads. Skips the test if this torch has no torch.distributed."""
     if not dist.is_available():
         pytest.skip("this build of torch has no torch.distributed")
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
-    gc.freeze()  # phases look for wrappers among all objects: those that were there before the test are many
     yield
-    gc.unfreeze()
     dist.destroy_process_group()
 
 
 def counted(ddp: Any) -> list[int]:
-    """A list that gets an entry for each bucket of gradients that DDP reduces from now on."""
+    """A list that grows by one for each bucket of gradients that DDP reduces."""
     reduced: list[int] = []
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
@@ -252,14 +241,17 @@ def counted(ddp: Any) -> list[int]:
 def test_a_part_under_ddp_is_not_moved_and_a_cast_is_an_error(
     given: Callable[[Any], torch.nn.Module], device: torch.device
 ) -> None:
-    """Without a first synchronisation, and with one forward under DDP: a simulated device has no collectives."""
+    """A simulated device has no collectives, so there is no initial synchronisation and only one forward under DDP."""
     net, vae = torch.nn.Sequential(torch.nn.Linear(3, 3)).to(device), torch.nn.Linear(3, 3).requires_grad_(False)
     early = Phases({"unet": net}, device=device)
-    assert early.not_moved() == {}
+    assert early.not_moved() == {"unet": REASON}, "before DDP too: nobody knows whether it comes"
     ddp = torch.nn.parallel.DistributedDataParallel(net, init_sync=False)
     assert early.not_moved() == {"unet": REASON}
     phases, reduced = Phases({"unet": given(ddp), "vae": vae}, device=device), counted(ddp)
     phases.start("train")
+    net.requires_grad_(False)  # as trainers do that train parts in turn
+    assert phases.not_moved() == {"unet": REASON}
+    net.requires_grad_(True)
     with phases.enter(Phase(on_device=())):
         assert phases.not_moved() == {"unet": REASON} and phases.on_device() == {"unet"}
         with phases.lend("vae"):
@@ -277,3 +269,92 @@ def test_a_part_under_ddp_is_not_moved_and_a_cast_is_an_error(
         assert (tensor.dtype, tensor.data_ptr()) == (dtype, memory) and torch.equal(tensor, values)
     net(torch.ones(2, 3, device=device)).square().sum().backward()
     assert reduced == [0], "the hooks are there: this is no error"
+
+
+# A full device: the order of moves at both ends of a phase, and parts that stay whole if a move fails
+
+DECODE = Phase(on_device=("vae",))
+
+
+class Card(TorchDispatchMode):
+    """A device with `room` bytes for tensors. `peak` is in bytes too."""
+
+    def __init__(self, device: torch.device, room: int):
+        super().__init__()
+        self.device, self.room, self.peak = device, room, 0
+
+    def used(self) -> int:
+        """Bytes of all tensors made in the test, including copies that nothing should hold."""
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        return sum({t.data_ptr(): t.nbytes for t in tensors if t.device == self.device}.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == self.device:
+            needed = self.used() + args[0].nbytes
+            if needed > self.room:
+                raise torch.OutOfMemoryError("no room on the device")
+            self.peak = max(self.peak, needed)
+        return func(*args, **(kwargs or {}))
+
+
+class Net(torch.nn.Sequential):
+    """Two tensors of 64 KiB each."""
+
+    SIZE = 1 << 17
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(128, 128, bias=False) for _ in range(2)))
+
+    def places(self) -> set[str]:
+        return {parameter.device.type for parameter in self.parameters()}
+
+    def memory(self) -> list[tuple[torch.device, int]]:
+        return [(parameter.device, parameter.data_ptr()) for parameter in self.parameters()]
+
+
+@pytest.fixture
+def run(device: torch.device) -> Iterator[SimpleNamespace]:
+    """A trained UNet on the device, a parked VAE, and a card with room for one of them."""
+    gc.freeze()  # earlier tensors do not count
+    run = SimpleNamespace(card=Card(device, Net.SIZE), unet=Net(), vae=Net().requires_grad_(False))
+    run.phases = Phases({"unet": run.unet, "vae": run.vae}, device=device)
+    with run.card:
+        run.phases.start("train")
+        yield run
+    gc.unfreeze()
+
+
+def test_a_phase_needs_no_more_room_at_its_end_than_at_its_beginning(run: Any) -> None:
+    memory = run.vae.memory()
+    with run.phases.enter(DECODE):
+        assert run.phases.on_device() == {"vae"}
+        with run.phases.enter(Phase(on_device=("unet",))):
+            assert run.phases.on_device() == {"unet"}
+        assert run.phases.on_device() == {"vae"}
+    assert run.phases.on_device() == {"unet"} and run.card.peak == run.card.room
+    assert run.vae.memory() == memory
+
+
+def test_no_room_at_the_end_of_a_phase_leaves_parts_whole_and_place_repairs(run: Any, device: torch.device) -> None:
+    values = [parameter.detach().cpu() for parameter in run.unet.parameters()]
+    memory = run.vae.memory()
+    no_room = pytest.raises(PhaseError, match=r"no room on the device.*call Phases\.place\(\)")
+    with no_room as caught, run.phases.enter(DECODE):
+        run.unet.eval()
+        run.card.room -= 1
+    assert len(caught.value.offenders) == 1 and caught.value.offenders[0].startswith("unet: OutOfMemoryError")
+    assert run.unet.places() == run.vae.places() == {"cpu"}
+    assert run.unet.training and run.phases.current == "train"
+    run.card.room += 1
+    run.phases.place()
+    assert run.unet.places() == {device.type} and run.vae.memory() == memory
+    assert all(torch.equal(p.cpu(), v) for p, v in zip(run.unet.parameters(), values, strict=True))
+
+
+def test_no_room_at_the_beginning_of_a_phase_changes_nothing(run: Any, device: torch.device) -> None:
+    memory = run.vae.memory()
+    run.card.room += Net.SIZE - 1
+    with pytest.raises(torch.OutOfMemoryError), run.phases.lend("vae"):
+        pytest.fail("the phase began")
+    assert run.unet.places() == {device.type} and run.vae.memory() == memory
+    assert run.phases.current == "train"

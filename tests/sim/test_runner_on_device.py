@@ -1,4 +1,4 @@
-"""The runner and the training script on a second device: encoders come and go, and training stays what it was."""
+"""The runner and the training script on a second device: encoders come and go, and training is restored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_training_goes_on_bit_by_bit_cold_and_warm(
 
 
 class Swapped(Training):
-    """As trainers do for small cards: some blocks of the UNet wait on the CPU, and come for their forward only."""
+    """Some blocks of the UNet wait on the CPU and come for their forward, as in trainers for small cards."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -58,7 +58,7 @@ class Swapped(Training):
 def test_the_whole_path_on_a_device_gives_the_loss_and_the_images_of_the_cpu(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path, device: torch.device
 ) -> None:
-    """Encoders, a UNet of swapped blocks and the decoder run there, also for a prompt that is encoded late."""
+    """Encoders, a UNet with swapped blocks and the decoder run there, even for a prompt that is encoded late."""
     reports = []
     for where, kind in ((CPU, Training), (device, Swapped)):
         settings = {"encode.device": str(where), "cache.path": tmp_path / where.type, **EXACT}
@@ -86,7 +86,7 @@ def test_the_whole_path_on_a_device_gives_the_loss_and_the_images_of_the_cpu(
 def test_only_the_unet_is_on_the_device_after_training_and_validations(
     device: torch.device, make_config: Callable[..., Config], photos: Path, tmp_path: Path, script: Any
 ) -> None:
-    """The training set is cached, and the validation set is not."""
+    """The validation set is not cached at first."""
     config = validation_config(make_config, photos, num_timesteps=1)
     precache_training_set(config)
     options = script.Options(

@@ -1,7 +1,7 @@
-"""Four device mismatches that people reported: plain PyTorch fails first, then this project's answer.
+"""Four device mismatches that people reported: first plain PyTorch fails, then this project's answer works.
 
-The answers to the first are checked by assertions that the usual, wrong remedies fail. The cold cache has a file of
-its own, test_cold_cache.py.
+The answers to the first are checked by assertions that the usual, wrong remedies fail. The fifth report has its own
+file, test_cold_cache.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Run:
 
 
 def built(device: torch.device, *, model_on: torch.device | None = None, **flags: object) -> Run:
-    """New objects, as a new process makes them. `model_on` CPU: the script has not called `model.to(device)` yet."""
+    """New objects, as in a new process. With `model_on` CPU the script has not called `model.to(device)` yet."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 3)]
     model = torch.nn.Sequential(*layers).to(model_on or device)
@@ -60,7 +60,7 @@ def built(device: torch.device, *, model_on: torch.device | None = None, **flags
 
 
 def saved_run(device: torch.device, path: Path, **flags: object) -> tuple[Path, torch.Tensor, list[float]]:
-    """Three steps, a checkpoint, three more. Returns the plain checkpoint, and the whole run's weights and losses."""
+    """Three steps, a checkpoint, three more. Returns the plain checkpoint, and the run's final weights and losses."""
     run = built(device, **flags)
     losses = [run.step() for _ in range(3)]
     save_checkpoint(path / "ours", **run.parts(), step=3)
@@ -95,7 +95,7 @@ def move_moments_only(optimizer: torch.optim.Optimizer) -> None:
 
 
 def assert_continues(run: Run, weights: torch.Tensor, losses: list[float]) -> None:
-    """The audit is clean, so that no step waits for the device, and every bit is the same."""
+    """Check that the audit is clean, so that no step waits for the device, and that every bit is the same."""
     assert audit(run.parts(), device=run.device).findings == ()
     assert [run.step() for _ in range(3)] == losses[-3:]
     assert torch.equal(run.weights(), weights)

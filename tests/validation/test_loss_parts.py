@@ -1,4 +1,4 @@
-"""Masks and control images in the losses; control images that a denoiser is not given are refused early."""
+"""Masks and control images in the losses. Control images that a denoiser does not read are refused early."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NAMES = [f"{number}.png" for number in range(4)]
 UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, qwen-image-edit, flux2"
 
 
-def config_of(folder: Path, family: str) -> Config:
-    """Images of one bucket, with a mask and two control images: the second ones have buckets of two shapes."""
+def config_of(folder: Path, family: str, **changes: Any) -> Config:
+    """Images of one bucket, with a mask and two control images. The second control images are in two buckets."""
     control = [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}]
     dataset = {"name": "pairs", "role": "validation", "source": {"path": folder / "after"}, "control": control}
     dataset |= {"buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0}, "mask": {"path": folder / "masks"}}
     return tiny_config(
         folder,
-        **{f"datasets.0.{name}": value for name, value in dataset.items()},
+        **{f"datasets.0.{name}": value for name, value in {**dataset, **changes}.items()},
         model={"path": tiny_folder(family), "family": family},
         validation={"num_timesteps": 1, "path": folder / "validation"},
     )
@@ -68,7 +68,7 @@ def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(fold
         lambda module, arguments, options: calls.append(tuple(options["hidden_states"].shape[:2])), with_kwargs=True
     )
     one, two = loss(config, parts, 1), loss(config, parts, 3)
-    # 16 tokens of the image, 16 of the first control image, 16 or 12 of the second.
+    # The image and the first control image have 16 tokens each, the second one 16 or 12.
     assert calls[:8] == [(1, 44)] * 4 + [(1, 48)] * 4
     assert calls[8:] == [(3, 44), (1, 44), (3, 48), (1, 48)]
     assert two.by_sample["pairs"] == pytest.approx(one.by_sample["pairs"], rel=1e-4)
@@ -87,31 +87,25 @@ def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(fold
             paired_difference(later, earlier)
 
 
-def changed(config: Config, **changes: Any) -> Config:
-    [dataset] = config.datasets
-    return config.model_copy(update={"datasets": (dataset.model_copy(update=changes),)})
-
-
 def test_control_images_that_nobody_reads_are_refused(folder: Path, script: Any) -> None:
     config = config_of(folder, "sdxl")
     report = run_precache(config)
-    assert report.num_refused == 0, "code of the user's own may read them"
+    assert report.num_refused == 0, "the user's own code may read them"
     note = "pairs: control images are cached for code of your own: the denoiser of sdxl is not given them"
     assert f"note      {note}" in report.to_text()
 
-    removed = changed(config, control=())  # as the user has it before the next precache
     options = script.Options(out=folder / "lora", device="cpu")
-    for given in (config, removed):
+    for changes in ({}, {"control": []}):  # removed, and not precached again yet
         with pytest.raises(ConfigError, match=UNREAD):
-            validate(given)
+            validate(config_of(folder, "sdxl", **changes))
         with pytest.raises(ConfigError, match=UNREAD):
-            script.Training(changed(given, role="train"), options)
+            script.Training(config_of(folder, "sdxl", **changes, role="train"), options)
     parts = tiny_model("sdxl")
     with LatentCache(config.cache) as cache, pytest.raises(ConfigError, match=UNREAD):
         validation_loss(parts["unet"], cache, scheduler=parts["scheduler"])
 
-    # Without control images, and without them in the cache, it goes on.
-    run_precache(removed)
+    # Without control images in the config and in the cache nothing is refused.
+    run_precache(removed := config_of(folder, "sdxl", control=[]))
     with LatentCache(config.cache) as cache:
         ValidationRunner(parts, cache, removed)
         with pytest.raises(ConfigError, match=UNREAD):
@@ -124,18 +118,18 @@ def test_errors_of_another_layout_are_refused(shape: tuple[int, ...]) -> None:
         masked_errors(torch.ones(shape), {"mask": torch.ones(2, 1, 8, 8, dtype=torch.uint8)})
 
 
-# Masks, in each layout of latents: against sums by hand.
+# Masks in each layout of latents, compared with sums by hand
 
 MASKS = {name: np.full((SIDE, SIDE), value, np.uint8) for name, value in (("0.png", 0), ("1.png", 255), ("2.png", 0))}
 MASKS["0.png"][:, SIDE // 2 :] = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE // 2))
 MIXED, WHITE, BLACK = MASKS
-"""The photos, by what their masks are. Of the mixed one the left half does not count, the right half by its greys."""
+"""Photos, named by their masks. The mixed mask is black in its left half, and has all greys in its right half."""
 LAYOUTS = ("sdxl", "flux2", "wan", "qwen-image-21")
-"""One family for each layout of latents: what a mask does to a loss depends on nothing else of it."""
+"""One family for each layout of latents, because nothing else of a family affects masks."""
 
 
 def loss_by_hand(predicted: torch.Tensor, target: torch.Tensor, downscale: int) -> float:
-    """Of the mixed sample, in double precision, on latents as the VAE has them."""
+    """The loss of the mixed sample, in double precision, in the VAE's layout of latents."""
     errors, rows = (predicted - target).double().square(), SIDE // downscale
     if errors.shape[-1] != rows:
         errors = diffusers.Flux2Pipeline._unpatchify_latents(errors)
@@ -156,7 +150,7 @@ def test_the_losses_count_as_their_masks_say(name: str, script: Any, tmp_path: P
     report = run_precache(both, models=loaded_models(family, parts))
     assert report.num_refused == 0 and report.misses_by_reason["mask: new"] == 3
 
-    # That of a validation.
+    # The validation loss
     schedule, denoiser = NoiseSchedule.of(parts["scheduler"]), parts[family.denoiser]
     given: dict[str, Any] = {"scheduler": parts["scheduler"], "datasets": ["photos", "masked"]}
     alone, together = (ValidationConfig(num_timesteps=1, batch_size=batch_size) for batch_size in (1, 4))
@@ -176,7 +170,7 @@ def test_the_losses_count_as_their_masks_say(name: str, script: Any, tmp_path: P
     assert found["masked"][MIXED] < 0.6 * found["photos"][MIXED]
     assert in_one_batch["masked"] == pytest.approx(found["masked"], rel=1e-4)
 
-    # That of the training script, by the same function.
+    # The loss of the training script, by the same function
     training = script.Training(config, script.Options(rank=2, batch_size=3, out=tmp_path / "lora", device="cpu"))
     with training.loader as loader:
         batch = next(iter(loader))

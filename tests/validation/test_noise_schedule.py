@@ -1,7 +1,8 @@
-"""The schedule of the training: that of diffusers' own schedulers, for any sampler with the same betas."""
+"""The noise schedule of training equals that of diffusers' schedulers, for any sampler with the same betas."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -30,7 +31,7 @@ LATENTS, NOISE = (torch.randn(5, 4, 3, 2, generator=torch.Generator().manual_see
 def test_betas_are_those_of_ddpm_for_any_sampler(sampler: Any, zero_snr: bool, prediction_type: str) -> None:
     settings = {**SDXL, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
     scheduler, ddpm = sampler(**settings), DDPMScheduler(**settings)
-    scheduler.set_timesteps(7)  # those of a sampling are not the training's
+    scheduler.set_timesteps(7)  # for sampling; training has its own
     schedule = NoiseSchedule.of(scheduler)
     assert schedule.num_train_timesteps == 1000 and schedule.prediction_type == prediction_type
     assert schedule.timesteps[INDEX].equal(INDEX)
@@ -88,12 +89,13 @@ def test_the_digest_stands_for_what_counts_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        ({**SDXL, "prediction_type": "x0"}, "prediction_type is 'x0', but one of epsilon, v_prediction, sample, flow_"),
+        ({**SDXL, "prediction_type": "x0"}, "prediction_type is 'x0'; it must be one of epsilon, v_pred"),
         (EDMEulerScheduler(), "EDMEulerScheduler: its config has no beta_schedule, beta_start, beta_end"),
         ({**SDXL, "beta_end": "high"}, "its config cannot be used: could not convert"),
-        ({**SDXL, "trained_betas": [0.1, 1.5, 0.1]}, r"its betas leave \[0, 1\]"),
+        ({**SDXL, "trained_betas": [0.1, 1.5, 0.1]}, r"not finite; betas must lie in \[0, 1\]"),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 0.0}, "not finite.*a shift above 0"),
         (FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas is true"),
-        (None, "scheduler is NoneType"),
+        (None, "scheduler is a NoneType"),
     ],
 )
 def test_a_scheduler_that_no_training_has_is_refused(scheduler: Any, message: str) -> None:
@@ -103,7 +105,7 @@ def test_a_scheduler_that_no_training_has_is_refused(scheduler: Any, message: st
 
 @pytest.mark.parametrize(("shift", "deviation"), [(2.0, 1.5), (1.0, 0.5)])
 def test_a_shift_is_the_mean_of_the_normal_number(shift: float, deviation: float) -> None:
-    """As diffusers' script for Ideogram 4 draws: `sigmoid(normal(log(shift), deviation))`."""
+    """diffusers' script for Ideogram 4 draws `sigmoid(normal(log(shift), deviation))`."""
     schedule = NoiseSchedule.of(FlowMatchEulerDiscreteScheduler())
     sampling = TimestepSampling("logit_normal", shift=shift, deviation=deviation)
     index = schedule.draw(sampling, 500, torch.Generator().manual_seed(4))
@@ -120,11 +122,10 @@ def test_a_part_of_the_schedule_is_drawn_from_alone() -> None:
     assert whole.timesteps[low.used[-1]] < 875 <= whole.timesteps[high.used[0]]
     assert len({whole.digest, low.digest, high.digest}) == 3
     assert NoiseSchedule.of(low) is low
-    samplings = [TimestepSampling(density, by) for density in ("uniform", "logit_normal") for by in (None, 3.0)]
     for part in (whole, low, high):
-        for sampling in samplings:
-            drawn = part.draw(sampling, 4000, torch.Generator().manual_seed(1))
+        for density, shift in itertools.product(("uniform", "logit_normal"), (None, 3.0)):
+            drawn = part.draw(TimestepSampling(density, shift), 4000, torch.Generator().manual_seed(1))
             assert set(drawn.tolist()) <= set(part.used)
-            # All of it, and not its middle alone.
+            # The whole part, not only its middle.
             inner = [part.used[len(part.used) * tenth // 10] for tenth in (2, 8)]
             assert drawn.min() < inner[0] and drawn.max() > inner[1]

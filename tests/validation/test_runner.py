@@ -1,4 +1,4 @@
-"""The runner: a validation in the middle of training, cold and warm, with training as it was."""
+"""The runner: a validation in the middle of training, on a cold and a warm cache, with training restored."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from helpers.phase_runs import assert_as_without
 from helpers.phase_training import Training
 from helpers.runner_runs import precache_training_set, runner_for, validation_config
 
-from latentcache.config import Config
+from latentcache import LatentCache, ValidationRunner, Workspace, run_precache, validate
+from latentcache.config import Config, DatasetConfig
 from latentcache.errors import ConfigError, SampleError, StoreError, TrainableEncoderError
 from latentcache.integrations.diffusers import validation_parts
-from latentcache.loading.cache import LatentCache
-from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import Workspace
 from latentcache.store.disk import DiskStore
 from latentcache.validation import runner as runner_module
 from latentcache.validation.loss import validation_loss
-from latentcache.validation.runner import ValidationRunner
 
 CPU = torch.device("cpu")
 
@@ -50,13 +47,13 @@ def warm(config: Config) -> Iterator[LatentCache]:
 
 
 def without_encoders(training: Training) -> dict[str, Any]:
-    """The parts of a run on a warm cache."""
+    """The parts that a run on a warm cache needs."""
     kept = ("unet", "vae", "optimizer", "ema", "scaler")
     return {name: training.parts.get(name) for name in kept} | {"scheduler": training.scheduler}
 
 
 def test_a_set_with_a_refused_photo_is_whole(config: Config, photos: Path) -> None:
-    """A photo that cannot be decoded has keys in the manifest, and never entries."""
+    """A photo that cannot be decoded has keys in the manifest, but never entries."""
     photo = next(photos.glob("*.png"))
     (photos / "cut.png").write_bytes(photo.read_bytes()[:-40])
     assert run_precache(config).failed
@@ -80,12 +77,16 @@ def test_a_cold_validation_waits_for_a_compaction(cold: LatentCache, config: Con
 
 @pytest.mark.parametrize("variant", ["ema", "amp", "schedule-free"])
 def test_training_goes_on_bit_by_bit_after_a_cold_validation(variant: str, cold: LatentCache, config: Config) -> None:
+    """And after one that is interrupted."""
     reports = []
 
     def validate(training: Training) -> None:
         autocast = torch.float16 if variant == "amp" else None
         runner = runner_for(training, cold, config, autocast=autocast)
         reports.extend([runner.run(1), runner.run(2)])
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(runner_module, "decode_samples", Mock(side_effect=KeyboardInterrupt))
+            runner.run(3)
 
     assert_as_without(validate, CPU, variant)
     first, second = reports
@@ -95,15 +96,6 @@ def test_training_goes_on_bit_by_bit_after_a_cold_validation(variant: str, cold:
     [image] = second.images
     assert image.prompt == "a validation prompt" and image.image.size == (96, 64)
     assert [i.image.tobytes() for i in first.images] == [i.image.tobytes() for i in second.images]
-
-
-def test_a_validation_that_fails_is_undone(warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def validate(training: Training) -> None:
-        with pytest.raises(KeyboardInterrupt):
-            runner_for(training, warm, config).run(1)
-
-    monkeypatch.setattr(runner_module, "decode_samples", Mock(side_effect=KeyboardInterrupt))
-    assert_as_without(validate, CPU, "ema")
 
 
 def test_the_averaged_weights_are_validated(warm: LatentCache, config: Config) -> None:
@@ -120,8 +112,33 @@ def test_the_averaged_weights_are_validated(warm: LatentCache, config: Config) -
     assert report.loss.by_sample == averaged.by_sample != own.by_sample
 
 
+def test_only_the_validation_sets_of_its_own_config_are_measured(config: Config) -> None:
+    """Though another config's set is in the same cache. A config without a set of its own measures all of them."""
+    parts, (photos, held_out) = without_encoders(Training(CPU)), config.datasets
+    other = held_out.model_copy(update={"name": "of-another-config"})
+
+    def with_sets(*sets: DatasetConfig, **validation: Any) -> Config:
+        changed = config.validation.model_copy(update=validation)
+        return config.model_copy(update={"datasets": (photos, *sets), "validation": changed})
+
+    def measured(config: Config) -> set[str] | None:
+        with LatentCache(config.cache.path) as cache:
+            report: Any = ValidationRunner(parts, cache, config).run(1)
+        assert len(report.images) == 1
+        return None if report.loss is None else {*report.loss.by_dataset}
+
+    run_precache(with_sets())
+    assert measured(with_sets()) is None
+    with pytest.raises(ConfigError, match="nothing to validate"):
+        measured(with_sets(prompts=()))
+    run_precache(with_sets(held_out, other))
+    assert measured(with_sets(held_out)) == {"held-out"}
+    assert measured(with_sets()) == {"held-out", "of-another-config"}
+    assert {*validate(config).report.loss.by_dataset} == {"held-out"}
+
+
 def test_the_process_that_validates_fills_the_cache_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torchrun's variables, which make a precache run leave a share of the work to the other ranks.
+    # With torchrun's variables a precache run leaves a share of the work to the other ranks.
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with Workspace() as workspace:
@@ -131,7 +148,7 @@ def test_the_process_that_validates_fills_the_cache_alone(config: Config, monkey
 
 
 def test_what_is_not_cached_and_cannot_be_encoded_names_the_command(cold: LatentCache, config: Config) -> None:
-    """Without encoders, and where the cache is open for reading only, which is never filled."""
+    """Without encoders, and with a read-only cache, which is never filled."""
     training, before = Training(CPU), set(config.cache.path.rglob("*"))
     with pytest.raises(StoreError, match=r"held-out is not cached, and text_encoder.*latentcache precache CONFIG"):
         ValidationRunner(without_encoders(training), cold, config).run(1)
@@ -151,21 +168,8 @@ def test_what_is_not_cached_and_cannot_be_encoded_names_the_command(cold: Latent
     assert set(config.cache.path.rglob("*")) == before
 
 
-def test_without_a_validation_set_there_are_only_images(warm: LatentCache, config: Config) -> None:
-    config = config.model_copy(update={"datasets": config.datasets[:1]})
-    training = Training(CPU)
-    run_precache(config)
-    (config.cache.path / "manifests" / "held-out.safetensors").unlink()
-    warm.refresh()
-    report = ValidationRunner(without_encoders(training), warm, config).run(1)
-    assert report.loss is None and len(report.images) == 1
-    nothing = config.model_copy(update={"validation": config.validation.model_copy(update={"prompts": ()})})
-    with pytest.raises(ConfigError, match="nothing to validate"):
-        ValidationRunner(without_encoders(training), warm, nothing)
-
-
 def test_parts_and_settings_that_cannot_work_are_refused_before_the_training(warm: LatentCache, config: Config) -> None:
-    with pytest.raises(ConfigError, match="scheduler is missing of unet"):
+    with pytest.raises(ConfigError, match="scheduler is missing from unet"):
         ValidationRunner({"unet": Training(CPU).unet}, warm, config)
     with pytest.raises(TrainableEncoderError, match=r"text_encoder\."):
         runner_for(Training(CPU, "text-encoder"), warm, config)
@@ -173,7 +177,8 @@ def test_parts_and_settings_that_cannot_work_are_refused_before_the_training(war
         runner_for(Training(CPU), warm, config, writer=object())
     parts = without_encoders(Training(CPU))
     for changes, of_scheduler, message in (
-        ({"scheduler": "EulerScheduler"}, {}, "validation.scheduler: 'EulerScheduler' is no scheduler"),
+        ({"scheduler": "AutoencoderKL"}, {}, "validation.scheduler: 'AutoencoderKL' is no"),
+        ({"scheduler": "FlowMatchEulerDiscreteScheduler"}, {}, "has no .*which StableDiffusionXLPipeline needs"),
         ({"num_timesteps": 900}, {"num_train_timesteps": 500}, "num_timesteps is 900; the schedule has 500"),
         ({"snr_gamma": 5.0}, {"prediction_type": "flow_prediction"}, "snr_gamma to null"),
     ):
@@ -184,7 +189,7 @@ def test_parts_and_settings_that_cannot_work_are_refused_before_the_training(war
 
 
 class FullyShardedDataParallel(torch.nn.Module):
-    """Goes by the name of FSDP1's wrapper, whose flat parameters look like any others."""
+    """Has the name of FSDP1's wrapper, whose flat parameters look like any others."""
 
 
 def test_other_ranks_validate_if_sharded(warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
