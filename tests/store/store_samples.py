@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
 
 import torch
 from helpers.pack_damage import damage, find_bytes
-from helpers.tensor_bits import bits
+from helpers.tensor_bits import bits, random_tensor, same_bits
 
 from latentcache.identity import key_of
 from latentcache.types import Entry, Record
@@ -24,6 +25,13 @@ def sample(number, shape=(4, 8, 8), dtype=torch.float16, **more):
     return Entry(Record(key_of(identity), "image", identity, provenance), tensors)
 
 
+def text(number, length, dtype=torch.float32, width=3, **more):
+    """An entry with two ragged fields of one length, and a field that has the same shape in all."""
+    mask = torch.arange(number, number + length)
+    entry = sample(number, shape=(7,), hidden=random_tensor((length, width), dtype, number), mask=mask, **more)
+    return dataclasses.replace(entry, ragged=frozenset({"hidden", "mask"}))
+
+
 def samples(*numbers):
     return [sample(number) for number in numbers]
 
@@ -33,11 +41,9 @@ def key(number):
 
 
 def same(left, right):
-    return (
-        left.record == right.record
-        and left.tensors.keys() == right.tensors.keys()
-        and all(torch.equal(bits(left.tensors[name]), bits(right.tensors[name])) for name in left.tensors)
-    )
+    names = left.tensors.keys()
+    is_like = left.record == right.record and names == right.tensors.keys() and left.ragged == right.ragged
+    return is_like and all(same_bits(left.tensors[name], right.tensors[name]) for name in names)
 
 
 def assert_holds(store, *numbers):
@@ -99,8 +105,14 @@ def raise_(error):
     raise error
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+def assert_dies(name, call, work, *args):
+    """Another process does the work, and is killed before the `call`-th call of os.<name>."""
+
+    def child():
+        before_call(name, call, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        work(*args)
+
+    assert run(child) == -signal.SIGKILL
 
 
 def run(target, *args):

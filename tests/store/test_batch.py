@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from helpers.tensor_bits import bits, random_tensor, same_bits
+from helpers.tensor_bits import bits, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_samples import sample
+from store_samples import text
 
 from latentcache.errors import StoreError
 from latentcache.store import MemoryStore
 from latentcache.store.batch import DTYPES, columns_of, stack_columns
 from latentcache.types import Padding
-
-
-def text(number, length, dtype=torch.float32, width=3, **more):
-    """An entry with two ragged fields of one length, and a field that has the same shape in all."""
-    mask = torch.arange(number, number + length)
-    entry = sample(number, shape=(7,), hidden=random_tensor((length, width), dtype, number), mask=mask, **more)
-    return dataclasses.replace(entry, ragged=frozenset({"hidden", "mask"}))
 
 
 def batch_of(entries, rules):

@@ -175,38 +175,30 @@ def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypat
 # Faults that pass ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_pack_that_cannot_be_opened_now_is_not_damaged(root, monkeypatch, number, read_only):
-    real = os.open
+FAULTS = [*(OSError(number, "refused") for number in (errno.EMFILE, errno.EIO, errno.EACCES))]
+FAULTS += [RuntimeError("unable to mmap: Cannot allocate memory (12)"), MemoryError("none")]
 
-    def refuse(path, *args, **kwargs):
-        if str(path).endswith(".safetensors"):
-            raise OSError(number, os.strerror(number))
-        return real(path, *args, **kwargs)
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_pack_that_cannot_be_opened_or_mapped_now_is_not_damaged(root, monkeypatch, fault, read_only):
+    def refuse(path, *args, genuine=os.open, **options):
+        return raise_(fault) if str(path).endswith(".safetensors") else genuine(path, *args, **options)
 
     with DiskStore(root, read_only=read_only) as store:
-        monkeypatch.setattr(os, "open", refuse)
-        for call in (lambda: store.get(key(0)), lambda: store.record(key(0)), lambda: store.rows([key(0)])):
+        if isinstance(fault, OSError):
+            monkeypatch.setattr(os, "open", refuse)
+        else:
+            monkeypatch.setattr(torch, "from_file", lambda *_, **__: raise_(fault))
+            monkeypatch.setattr(pack.mmap, "mmap", lambda *_, **__: raise_(OSError(errno.ENOMEM, "none")))
+        for call in (store.get, store.record, lambda each: store.rows([each])):
             with pytest.raises(StoreError, match="cannot be read now") as caught:
-                call()
+                call(key(0))
             assert type(caught.value) is StoreError
-        monkeypatch.undo()
-        assert store.damaged() == {}
-        assert_holds(store, 0)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("unable to mmap: Cannot allocate memory (12)"), MemoryError("none")])
-def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, error):
-    with DiskStore(root) as store:
-        monkeypatch.setattr(torch, "from_file", lambda *_, **__: raise_(error))
-        with pytest.raises(StoreError, match="cannot be read now"):
-            read_batch(store, [key(0)])
-        monkeypatch.setattr(pack.mmap, "mmap", lambda *_, **__: raise_(OSError(errno.ENOMEM, "none")))
         report = verify(store)
         assert not report.ok and report.damaged == {} and len(report.unreadable) == 1
         monkeypatch.undo()
-        assert verify(store).ok
+        assert verify(store).ok and store.damaged() == {}
         assert_holds(store, 0)
 
 

@@ -6,23 +6,21 @@ import errno
 import json
 import os
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 from store_samples import (
     CLEAN,
+    assert_dies,
     assert_holds,
     before_call,
-    die,
     key,
     listing,
     packs,
     payload,
     raise_,
     run,
-    same,
     sample,
     samples,
     where,
@@ -52,11 +50,9 @@ def test_a_cache_holds_what_it_should_and_nothing_else(root):
             with store.writer() as writer:
                 for entry in samples(*numbers):
                     writer.add(entry)
-            assert writer.num_added == writer.bytes_written == 0, "what is there is not written again"
-        assert listing(root) == [*CLEAN, "2 packs"]
+            assert writer.num_added == writer.bytes_written == 0, "existing entries are not written again"
     with DiskStore(root, create=False) as store:
         assert_holds(store, *range(6))
-        assert store.stats().num_packs == 2
     assert listing(root) == [*CLEAN, "2 packs"]
 
 
@@ -95,18 +91,18 @@ def test_a_pack_is_sealed_when_it_is_full_or_old(root, monkeypatch, limit):
 
 
 def test_directories_that_are_no_caches(root, tmp_path):
-    for options in ({"create": False}, {"read_only": True}):
-        with pytest.raises(StoreError, match="there is no cache here"):
-            DiskStore(root, **options)
-    assert not root.exists()
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "1.jpg").write_bytes(b"jpeg")
-    with pytest.raises(StoreError, match="is not a cache"):
-        DiskStore(photos)
-    assert listing(photos) == ["1.jpg", "0 packs"]
-    with pytest.raises(StoreError, match="not a directory"):
-        DiskStore(photos / "1.jpg")
+    for path, options, message in (
+        (root, {"create": False}, "there is no cache here"),
+        (root, {"read_only": True}, "there is no cache here"),
+        (photos, {}, "is not a cache"),
+        (photos / "1.jpg", {}, "not a directory"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            DiskStore(path, **options)
+    assert not root.exists() and listing(photos) == ["1.jpg", "0 packs"]
     root.mkdir()
     DiskStore(root).close()
     assert listing(root) == [*CLEAN, "0 packs"]
@@ -144,13 +140,6 @@ def test_a_mark_of_another_format_or_of_none_is_refused_and_left(root, text, exp
 # Deaths and refused writes -------------------------------------------------------------------------------------------
 
 
-def die_at(root, name, call):
-    """Add an entry, and be killed before the `call`-th call of os.<name>."""
-    before_call(name, call, die)
-    with DiskStore(root) as store:
-        store.add(samples(1))
-
-
 @pytest.mark.parametrize(
     ("name", "call", "survives"),
     [
@@ -164,7 +153,7 @@ def die_at(root, name, call):
 def test_a_death_at_each_step(root, name, call, survives):
     with DiskStore(root) as store:
         store.add(samples(0))
-    assert run(die_at, root, name, call) == -signal.SIGKILL
+    assert_dies(name, call, lambda: DiskStore(root).add(samples(1)))
     with DiskStore(root, read_only=True) as reader:  # before the index knows
         assert_holds(reader, 0)
         assert set(reader.keys()) == {key(0)}
@@ -194,21 +183,6 @@ def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, expect
         assert_holds(store, 0)
         assert store.add(samples(*range(1, 9))) == 8
         assert_holds(store, 0, 1, 2, 3)
-
-
-def test_a_disk_that_is_full_for_the_index_only(root, monkeypatch):
-    with DiskStore(root) as store:
-        store.add(samples(0))
-        monkeypatch.setattr(Index, "transaction", lambda self: raise_(StorageFullError(root, 4096)))
-        with pytest.raises(StorageFullError):
-            store.add(samples(1))
-        assert store.find([key(1)]) == set()
-    with DiskStore(root) as store:  # it can be opened and read
-        assert_holds(store, 0)
-    monkeypatch.undo()
-    with DiskStore(root) as store:  # the pack is whole, so its work is not lost
-        assert_holds(store, 0, 1)
-        assert verify(store).ok
 
 
 # Readers that may not write ------------------------------------------------------------------------------------------
@@ -280,13 +254,19 @@ def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):
     with DiskStore(store.path, read_only=True) as reader, pytest.raises(ReadOnlyError):
         reader.take_pack(pack, [data], len(data))
     assert not list((store.path / "packs").rglob(f"*{pack}*"))
-    with monkeypatch.context() as patched, pytest.raises(StorageFullError):
+    with monkeypatch.context() as patched:  # the disk is full for the index alone
         patched.setattr(Index, "transaction", lambda self: raise_(StorageFullError(store.path, 4096)))
-        store.take_pack(pack, [data], len(data))
-    assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(7)]) == set()
+        for call in (lambda: store.take_pack(pack, [data], len(data)), lambda: store.add(samples(9))):
+            with pytest.raises(StorageFullError):
+                call()
+        assert store.directory.pack_path(pack).stat().st_size == len(data) and store.find([key(7), key(9)]) == set()
+        with DiskStore(store.path) as again:
+            assert_holds(again, 0, 1, 2)
     assert store.take_pack(pack, [data[:7], data[7:]], len(data)) == 1
     assert store.take_pack(pack, [another], len(another)) == 0, "it replaces nothing"
-    assert same(store.get(key(7)), sample(7)) and store.find([key(8)]) == set() and verify(store).ok
+    with DiskStore(store.path) as again:  # the pack of 9 was whole, so nothing is lost
+        assert_holds(again, 7, 9)
+        assert again.find([key(8)]) == set() and verify(again).ok
     assert not list((store.path / "packs").rglob("*.tmp"))
 
 

@@ -45,6 +45,11 @@ def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
     second = ReadersLock(path)
     first.close()
     assert readers_since(path) == began, "they overlap"
+    if (pid := os.fork()) == 0:
+        second.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert readers_since(path) == began, "a fork does not end the reading of its parent"
     second.close()
     second.close()
     assert readers_since(path) is None
@@ -52,17 +57,6 @@ def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
     assert readers_since(path) > began
     del third
     assert readers_since(path) is None
-
-
-def test_the_end_of_a_fork_does_not_end_the_reading_of_its_parent(tmp_path: Path) -> None:
-    reading = ReadersLock(tmp_path / "readers.lock")
-    if (pid := os.fork()) == 0:
-        reading.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert readers_since(tmp_path / "readers.lock") is not None
-    reading.close()
-    assert readers_since(tmp_path / "readers.lock") is None
 
 
 @pytest.mark.parametrize("lives", [True, False])
