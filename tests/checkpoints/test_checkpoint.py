@@ -1,4 +1,4 @@
-"""Checkpoints on the CPU: bit-identical resumption, what is refused, files that are whole or not there, and imports."""
+"""Checkpoints on the CPU: bit-identical resumes, refusals, atomic files, and imports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from torch.optim.swa_utils import AveragedModel
 
 from latentcache import import_checkpoint, load_checkpoint, load_optimizer_state, save_checkpoint
+from latentcache.devices.optimizer import state_tensors
 from latentcache.errors import CheckpointError
 from latentcache.utils import durable_files
 
@@ -241,16 +244,9 @@ def test_what_cannot_be_written_is_named(arguments: dict[str, Any], problem: str
     assert os.listdir(tmp_path) == []
 
 
-def test_plain_data_comes_back_as_it_was_and_counters_as_plain_numbers(tmp_path: Path) -> None:
+def test_extra_values_come_back_as_they_were_and_counters_as_plain_numbers(tmp_path: Path) -> None:
     value = [None, True, -1, 1 << 70, 2.5, "é", (1, [2]), {3: {"a": ()}, (4,): b"5"}, Counter("aab"), {6}]
     model, counters = torch.nn.Linear(1, 1), {"epoch": torch.tensor(2), "step": np.int64(5)}
-    path = save_checkpoint(tmp_path / "plain.pt", model=model, rng=False, extra=value, **counters)
-    found = load_checkpoint(path, model=model, rng=False)
-    assert found.extra == value and repr(found.extra) == repr(value)
-    assert (found.epoch, found.step) == (2, 5) and type(found.epoch) is type(found.step) is int
-
-
-def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tmp_path: Path) -> None:
     numbers = torch.randn(4, dtype=torch.complex64)
     tensors = [
         *(torch.tensor(1.5), torch.zeros(0, 3), torch.arange(12.0).reshape(3, 4).T, torch.arange(10)[3:5]),
@@ -258,8 +254,13 @@ def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tmp_path: Path) -> 
         *(torch.tensor([float("nan"), float("inf")]), torch.randn(3, requires_grad=True), torch.zeros(1 << 20)[:0]),
         *(numbers, numbers.conj(), numbers.imag, numbers.conj().imag),  # one memory that is read in other ways
     ]
-    path = save_checkpoint(tmp_path / "c", model=torch.nn.Linear(1, 1), extra=tensors)
-    for found, tensor in zip(load_checkpoint(path, model=torch.nn.Linear(1, 1)).extra, tensors, strict=True):
+    path = save_checkpoint(
+        tmp_path / "c", model=model, rng=False, extra={"plain": value, "tensors": tensors}, **counters
+    )
+    state = load_checkpoint(path, model=model, rng=False)
+    assert state.extra["plain"] == value and repr(state.extra["plain"]) == repr(value)
+    assert (state.epoch, state.step) == (2, 5) and type(state.epoch) is type(state.step) is int
+    for found, tensor in zip(state.extra["tensors"], tensors, strict=True):
         assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, False)
         there, here = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (found, tensor))
         assert torch.equal(there.reshape(-1).view(torch.uint8), here.reshape(-1).view(torch.uint8))
@@ -305,23 +306,6 @@ def test_a_writer_that_is_killed_leaves_the_earlier_checkpoint_and_the_next_save
     assert sorted(os.listdir(tmp_path)) == [".others.1234.tmp", "last.pt"]
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(1, 1)
-    (tmp_path / "folder").mkdir()
-    torch.save(model.state_dict(), tmp_path / "foreign.pt")
-    torch.save({"note": "latentcache checkpoint"}, tmp_path / "alike.pt")
-    for name, detail in {
-        "folder": "is a folder",
-        "foreign.pt": "was not written by save_checkpoint; use import_checkpoint",
-        "alike.pt": "has format None",
-        "nothing": "there is no such file",
-    }.items():
-        with pytest.raises(CheckpointError, match=detail):
-            load_checkpoint(tmp_path / name, model=model)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save_checkpoint(tmp_path / "folder", model=model)
-
-
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_damage_is_found_before_anything_is_loaded(
     place: float, bit: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
@@ -346,40 +330,31 @@ def test_damage_is_found_before_anything_is_loaded(
 # Other programs' files: read without running what they contain, or refused with the reason
 
 
-def run_parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 def saved(path: Path, content: Any) -> Path:
     torch.save(content, path)
     return path
 
 
-def test_the_file_of_var_resumes_a_fused_optimizer(tmp_path: Path) -> None:
-    """The layout of VAR #127: the optimizer two levels down, and flags that differ from those of the second run."""
-    model, optimizer = run_parts()
-    trainer = {"var_wo_ddp": model.state_dict(), "var_opt": {"optimizer": optimizer.state_dict()}}
+def test_the_layouts_of_other_programs_are_known(tmp_path: Path) -> None:
+    """VAR #127 (the optimizer is two levels down, with other flags than in the second run), Lightning, a flat model."""
+    run, fused = Run(), Run(fused=True, lr=0.5)
+    run.train(1)
+    states = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    trainer = {"var_wo_ddp": states["model"], "var_opt": {"optimizer": states["optimizer"]}}
     found = import_checkpoint(saved(tmp_path / "ar-ckpt-last.pth", {"epoch": 3, "trainer": trainer}))
     assert (found.epoch, found.step, found.ema, found.model) == (3, None, None, None)
-    fused = torch.optim.AdamW((other := torch.nn.Linear(2, 2)).parameters(), fused=True)
-    load_optimizer_state(fused, found.content["trainer"]["var_opt"]["optimizer"])
-    assert (fused.param_groups[0]["fused"], fused.param_groups[0]["lr"]) == (True, 0.5)
-    assert torch.equal(fused.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-
-
-def test_lightning_names_are_known_and_a_flat_file_is_a_model(tmp_path: Path) -> None:
-    model, optimizer = run_parts()
-    content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 40}
+    load_optimizer_state(fused.optimizer, found.content["trainer"]["var_opt"]["optimizer"])
+    group = fused.optimizer.param_groups[0]
+    assert (group["fused"], group["lr"]) == (True, run.optimizer.param_groups[0]["lr"])
+    assert_same_bits(*([each.value for each in state_tensors(one)] for one in (fused.optimizer, run.optimizer)))
+    content = {"state_dict": states["model"], "optimizer_states": [states["optimizer"]], "global_step": 40}
     found = import_checkpoint(saved(tmp_path / "last.ckpt", content))
     assert (found.epoch, found.step) == (None, 40)
-    assert found.optimizer is not None and found.optimizer["param_groups"][0]["lr"] == 0.5
-    assert found.model is not None and torch.equal(found.model["weight"], model.weight)
-    flat = import_checkpoint(saved(tmp_path / "model.bin", model.state_dict()))
-    assert torch.equal(flat.model["weight"], model.weight) and flat.optimizer is None
+    assert found.optimizer is not None and found.optimizer["param_groups"][0]["lr"] == group["lr"]
+    flat = import_checkpoint(saved(tmp_path / "model.bin", states["model"]))
+    for model in (found.model, flat.model):
+        assert model is not None and torch.equal(model["0.weight"], run.model[0].weight)
+    assert flat.optimizer is None
 
 
 @pytest.mark.parametrize("new_format", [True, False], ids=["zip", "before torch 1.6"])
@@ -404,15 +379,29 @@ def test_names_that_someone_trusts_can_be_allowed(tmp_path: Path) -> None:
         assert import_checkpoint(path).step == 5
 
 
-def test_damaged_foreign_and_missing_files_are_distinguished(tmp_path: Path) -> None:
-    model, _ = run_parts()
-    whole = saved(tmp_path / "whole.pt", model.state_dict()).read_bytes()
-    for name, data in (("cut.pt", whole[: len(whole) // 2]), ("empty.pt", b"")):
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(CheckpointError, match="is damaged, or not written by torch") as caught:
-            import_checkpoint(tmp_path / name)
+def test_each_file_that_cannot_be_used_is_refused_with_its_reason(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    (tmp_path / "folder").mkdir()
+    whole = saved(tmp_path / "foreign.pt", model.state_dict()).read_bytes()
+    saved(tmp_path / "alike.pt", {"note": "latentcache checkpoint"})
+    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pt").touch()
+    loads: dict[str, Callable[[Path], Any]] = {
+        "load": partial(load_checkpoint, model=model),
+        "import": import_checkpoint,
+        "save": partial(save_checkpoint, model=model),
+    }
+    for how, name, detail in (
+        ("load", "folder", "is a folder"),
+        ("load", "foreign.pt", "was not written by save_checkpoint; use import_checkpoint"),
+        ("load", "alike.pt", "has format None"),
+        ("load", "none.pt", "there is no such file"),
+        ("import", "cut.pt", "is damaged, or not written by torch"),
+        ("import", "empty.pt", "is damaged, or not written by torch"),
+        ("import", "none.pt", "cannot be read"),
+        ("import", "model.safetensors", "read it with safetensors"),
+        ("save", "folder", "cannot be written"),
+    ):
+        with pytest.raises(CheckpointError, match=detail) as caught:
+            loads[how](tmp_path / name)
         assert "weights_only" not in str(caught.value), "no advice to read it without restrictions"
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        import_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(CheckpointError, match="read it with safetensors"):
-        import_checkpoint(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""FSDP2 in two processes on gloo: shards are audited where they lie, and a sharded run is clean.
+"""FSDP2 in two processes on gloo: shards are audited on their devices, and a sharded run is clean.
 
 Each rank runs this file: `python test_fsdp.py RANK WORLD_SIZE RENDEZVOUS_FILE`, with `tests` on the PYTHONPATH.
 """
@@ -22,7 +22,7 @@ from latentcache.devices.audit import AuditReport, audit
 
 
 def trained(world_size: int, policy: OffloadPolicy, *, optimizer_first: bool = False) -> tuple[AuditReport, float]:
-    """Two steps under FSDP2; gives the audit and the loss. `optimizer_first`: built before the module is sharded."""
+    """Two steps under FSDP2; returns the audit and the loss. `optimizer_first`: built before the module is sharded."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size,))
     module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
@@ -74,7 +74,7 @@ def test_a_sharded_run_is_clean(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_an_optimizer_built_before_sharding_trains_orphans(ranks: list[dict[str, Any]]) -> None:
-    """`fully_shard` makes new parameters. Nothing fails, and the loss of the second step is that of the first."""
+    """`fully_shard` makes new parameters. Nothing fails, but the second step has the loss of the first."""
     for rank in ranks:
         findings = rank["orphaned"]["findings"]
         assert [f["part"] for f in findings if f["kind"] == "orphan" and f["level"] == "error"] == ["optimizer"] * 6

@@ -1,7 +1,8 @@
-"""A torch Dataset of items, in any order. Workers, and samples of several parts, are in the tests of choices."""
+"""A torch Dataset of items, in any order. test_choices.py has workers and samples with companions."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,15 @@ def test_joined_manifests_keep_to_their_own_images(path: Path) -> None:
     assert found["target_size"].tolist() == [64, 128] and found["target_size"].dtype == torch.int64
 
 
+NO_SHARES = (-0.1, 1.1, math.nan, "1", None)
+
+
 @pytest.mark.parametrize(
     ("names", "options", "error", "message"),
     [
         *(("served", {"caption": each}, StoreError, rf"caption is {each!r}; it must be") for each in ("rnd", -1, None)),
+        *(("served", {"caption_dropout": each}, StoreError, "it must be a number from 0 to 1") for each in NO_SHARES),
+        ("served", {"dropout_to": "zero"}, StoreError, "dropout_to is 'zero'; it must be one of empty, zeros"),
         ("served", {"order": "pack"}, StoreError, "order is 'pack'; it must be one of random, packs"),
         ("served", {"flips": "photo"}, StoreError, "flips names photo; the manifests are served"),
         ("served", {"flips": True}, SampleError, "has no flipped entry"),

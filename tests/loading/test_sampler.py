@@ -1,9 +1,9 @@
-"""The bucket sampler: every rank its share, whole epochs, and a resume that goes on where the run stopped."""
+"""The bucket sampler: each rank's share, whole epochs, and resuming where a run stopped."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,18 @@ from latentcache.types import Bucket
 
 @dataclass
 class Items:
-    """Items that lie in bucket number `buckets[index]`, and in pack number `packs[index]` where packs are given."""
+    """Items in bucket number `buckets[index]` and, if packs are given, in pack number `packs[index]`."""
 
     buckets: list[int]
     packs: list[int] | None = None
     name: str = "numbers"
+    choices: Choices = field(default_factory=Choices)
 
     def __len__(self) -> int:
         return len(self.buckets)
 
     def bucket(self, index: int) -> Bucket:
         return Bucket(64 * (1 + self.buckets[index]), 64)
-
-    choices = Choices()
 
     def groups(self) -> np.ndarray:
         return np.array(self.buckets, np.int64)
@@ -58,7 +57,7 @@ def drawn(sampler: BucketBatchSampler) -> list[list[tuple[int, int]]]:
 
 
 def made(dataset: Any, *arguments: Any, **options: Any) -> BucketBatchSampler:
-    """The sampler; an example whose epoch has no batch is refused, and is none."""
+    """The sampler. Examples whose epoch has no batch are refused, and skipped."""
     try:
         return BucketBatchSampler(dataset, *arguments, **options)
     except StoreError as error:
@@ -136,6 +135,10 @@ def test_packs_are_shuffled_and_few_are_open() -> None:
 FEW = Items([0, 0, 0, 1, 1])
 
 
+def choosing(*arguments: Any, **options: Any) -> Items:
+    return replace(FEW, choices=Choices(*arguments, **options))
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
@@ -146,6 +149,9 @@ FEW = Items([0, 0, 0, 1, 1])
         (Items([0, 0, 0, 1, 0]), {}, r"dataset \('numbers"),
         (Items(FEW.buckets, [0, 0, 1, 1, 2]), {}, r"packs \(None there, .*, window \(None there, 16"),
         (FEW, {"world_size": 2}, r"world_size \(1 there, 2 here\).*set_epoch\(0\)"),
+        (choosing(1, flips=True), {}, r"caption \(0 there, 1 here\), flips \('fixed' there, 'random' here"),
+        (choosing("random", crops="random"), {}, r"caption .*, crops \('first' there, 'random' here"),
+        (choosing(0, 0.1, "zeros"), {}, r"caption_dropout \(0\.0 .* 0\.1 here\), dropout_to \(None there, 'zeros'"),
     ],
 )
 def test_the_state_of_another_run_is_refused_by_name(dataset: Items, options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The audit, the guard and the doctor against a second device: what the guard refuses torch refuses, and only that."""
+"""The audit, the guard and the doctor on a second device: the guard refuses what torch refuses, and only that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
-from accelerate.hooks import remove_hook_from_module
 from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
 from helpers.tiny_models import tiny_pipeline
@@ -88,14 +87,21 @@ def test_offloaded_modules_are_at_home_where_their_hooks_put_them(device: torch.
             assert paths(audit({"net": net, "batch": torch.zeros(1, 3)})) == ["batch"]
             with guard(net):
                 net(torch.zeros(1, 3, device=device))
+    with guard(sequential):
+        sequential(torch.zeros(1, 3))  # its hook moves the inputs
     if torch.get_device_module(device).device_count() > 1:
         other = torch.device(device.type, 1)
         wrong = [each for each in audit({"net": sequential}, device=other).errors if each.kind == "hook"]
         assert {(each.found, each.expected) for each in wrong} == {(str(device), str(other))}
     parked = audit({"net": cpu_offloaded}, device={"net": "cpu"})
-    assert len(parked.errors) == len([*cpu_offloaded.parameters(), *cpu_offloaded.buffers()]), "it is loaded still"
+    assert len(parked.errors) == len([*cpu_offloaded.parameters(), *cpu_offloaded.buffers()]), "still on the device"
     hook.offload()
     assert not audit({"net": cpu_offloaded}, device={"net": "cpu"}).findings
+    with guard(cpu_offloaded):
+        assert cpu_offloaded(torch.zeros(1, 3)).device == device
+        # The weights stay there now, and accelerate no longer moves the inputs.
+        with pytest.raises(DeviceMismatchError, match="input"):
+            cpu_offloaded(torch.zeros(1, 3))
 
 
 def test_the_guard_lets_a_whole_pipeline_run(device: torch.device) -> None:
@@ -116,22 +122,6 @@ def test_a_model_split_over_devices_runs_under_the_guard(device: torch.device) -
 
     with guard(Split()) as split:
         assert split(torch.zeros(1, 2, device=device)).device.type == "cpu"
-
-
-def test_inputs_that_an_offload_hook_moves_pass(device: torch.device) -> None:
-    x = torch.zeros(1, 4)
-    aligned = cpu_offload(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), execution_device=device)
-    with guard(aligned):
-        aligned(x)
-    remove_hook_from_module(aligned, recurse=True)
-    offloaded, hook = cpu_offload_with_hook(torch.nn.Linear(4, 4), execution_device=device)
-    with guard(offloaded):
-        assert offloaded(x).device == device
-        # The weights stay there now, and accelerate no longer moves the inputs.
-        with pytest.raises(DeviceMismatchError, match="input"):
-            offloaded(x)
-        hook.offload()
-        assert offloaded(x).device == device
 
 
 def test_the_device_is_listed_and_named(device: torch.device) -> None:
