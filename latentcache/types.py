@@ -82,9 +82,12 @@ Extent = Size | ClipSize
 """What all images of a batch share: the bucket, and for clips the number of frames."""
 
 
-def prompt_id(text: str, *, negative: bool = False) -> str:
-    """Return the sample_id of a validation prompt in the manifest of prompts."""
-    return f"{'negative ' if negative else ''}prompt: {text}"
+def prompt_id(text: str, *, negative: bool = False, beside: str = "") -> str:
+    """Return the sample_id of a validation prompt in the manifest of prompts.
+
+    `beside` is the key of the caption with whose control images the prompt is read.
+    """
+    return f"{'negative ' if negative else ''}prompt{f' beside {beside}' if beside else ''}: {text}"
 
 
 @dataclass(frozen=True, slots=True)

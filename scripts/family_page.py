@@ -77,6 +77,8 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     yield f"| tokens at most | {family.text_recipe().get('max_length', 'any number')} |"
     yield f"| text encoders compute in | {family.text_dtype} on an accelerator |"
     yield f"| control images in training and validation | {'read' if family.reads_controls else 'refused'} |"
+    pictured = f"captions of the validation set, with the {family.needed_picture} of their samples"
+    yield f"| validation images of | {pictured if family.needed_picture else 'any prompts'} |"
 
 
 def others_of(family: Family, action: str) -> list[str]:

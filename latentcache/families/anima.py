@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.families.base import MASK, Caption, Encoded, Family, LatentSpace, TextField, TimestepSampling
+from latentcache.families.modular import modular_sampler
 from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import QwenImage
 from latentcache.types import Padding
@@ -104,11 +105,6 @@ class Anima(Family):
         return super().predict(denoiser, noisy, timesteps / 1000, batch)
 
     @override
-    def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
-        """As `Family.guidance_kwargs`. Below 1 its guider is on again: it would lead to the negative prompt."""
-        return super().guidance_kwargs(max(guidance_scale, self.no_guidance))
-
-    @override
     def pipeline(self, **parts: Any) -> Any:
         """The blocks that denoise, of these parts, with the arguments of other pipelines: what they return is latents.
 
@@ -124,15 +120,7 @@ class Anima(Family):
             "set_timesteps": before.AnimaSetTimestepsStep,
             "denoise": denoise.AnimaDenoiseStep,
         }
-        made = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
-        made.update_components(**parts)
-        made._blocks.sub_blocks["denoise"].set_progress_bar_config(disable=True)
-
-        def run(*, guidance_scale: float, output_type: str, return_dict: bool, **options: Any) -> tuple[torch.Tensor]:
-            made.guider.guidance_scale = guidance_scale  # a component, and no argument
-            return (made(**options).get("latents"),)
-
-        return run
+        return modular_sampler(SequentialPipelineBlocks.from_blocks_dict(steps), self.guidance_name, **parts)
 
 
 def conditioned(conditioner: Any, states: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -142,28 +142,6 @@ def inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_prompts(family: Family, prompts: Sequence[str], denoiser: Any = None, *, sampled: bool = True) -> None:
-    """ConfigError for prompts of a family whose pipeline needs a picture too: control images, or a first frame.
-
-    And for those of a denoiser that generates with a mask and a masked image. Prompts that are not `sampled` are
-    encoded alone, which needs no first frame.
-    """
-    if prompts and family.inpaints(denoiser):
-        raise ConfigError(
-            f"this {family.denoiser_word} inpaints: it generates with a mask and a masked image, and prompts have none "
-            "here; set them to [] (a validation set has its masks: its loss is measured)",
-            key="validation.prompts",
-        )
-    frame = "a first frame" if sampled and family.clip_condition else ""
-    needed = "control images" if family.text_reads_control else frame
-    if prompts and needed:
-        raise ConfigError(
-            f"{family.name} generates from a prompt and {needed}, and a prompt has none here; set prompts to [] "
-            f"(a validation set has {needed}: its loss is measured)",
-            key="validation.prompts",
-        )
-
-
 class Family(ABC):
     """One model family. There is one object of each: `families.family_named`."""
 
@@ -473,6 +451,15 @@ class Family(ABC):
         return f"takes {channels} channels, as one for inpainting or control does, not {wanted}"
 
     # Generation
+
+    @property
+    def needed_picture(self) -> str:
+        """What its pipeline generates from besides a prompt, for messages; empty if a prompt is enough."""
+        return "control images" if self.text_reads_control else "a first frame" if self.clip_condition else ""
+
+    def sampler(self, **parts: Any) -> Any:
+        """What makes latents from `pipeline_kwargs`, of the denoiser and a scheduler: its pipeline, or as this does."""
+        return self.pipeline(**parts)
 
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
         """What the pipeline takes in place of texts; `negative` None: without guidance, or its own default."""

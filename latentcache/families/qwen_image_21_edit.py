@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.errors import ModelError
-from latentcache.families.base import Encoded, TextField, padded
+from latentcache.families.base import MASK, Encoded, TextField, padded
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image_21 import QwenImage21
 from latentcache.families.qwen_image_edit import IMAGE_SETTINGS, EditTexts
@@ -31,6 +31,7 @@ class QwenImage21Edit(EditTexts, QwenImage21):
     """
 
     name = "qwen-image-21-edit"
+    blocks = "qwenimage21.modular_blocks_qwenimage21.QwenImage21ImageConditionedCoreDenoiseStep"
     parts = {
         **QwenImage21.parts,
         "text_encoder": replace(
@@ -59,29 +60,38 @@ class QwenImage21Edit(EditTexts, QwenImage21):
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
         """As `Family.conditions`. ModelError where the texts were read with another number of images."""
         made, controls = super().conditions(denoiser, noisy, batch), control_latents(batch, noisy)
-        embeds, (places, *others) = made["encoder_hidden_states"], batch["image_slots"].tolist()
-        if any(each != places for each in others):
-            met = f"texts of one batch have their images after {places} and after other rows"
-            raise ModelError(f"text_encoder: {met}, which one call of the denoiser cannot have.", part="text_encoder")
-        if len(places) != len(controls):
-            met = f"the texts were read with {len(places)} control images, but the batch has {len(controls)}"
-            raise ModelError(f"text_encoder: {met}. Run `latentcache precache CONFIG` again.", part="text_encoder")
-        rows = [*range(embeds.shape[1])]
-        for place, control in reversed([*zip(places, controls, strict=True)]):
-            rows[place:place] = [-1] * (control[0, 0].numel() // 4)
-        is_slot = torch.tensor(rows, device=embeds.device) < 0
+        embeds, is_slot = _with_slots(batch, controls)
+        target = made["img_mask"][:, batch["prompt_embeds"].shape[1] :]
         shapes = [(1, *each.shape[-2:]) for each in (*controls, noisy)]
         return {
-            "encoder_hidden_states": embeds[:, rows].masked_fill(is_slot[:, None], 0),
+            "encoder_hidden_states": embeds,
             "img_shapes": [shapes] * len(noisy),
-            "img_mask": torch.cat([is_slot.expand(len(noisy), -1), made["img_mask"][:, embeds.shape[1] :]], dim=1),
+            "img_mask": torch.cat([is_slot, target], dim=1),
         }
 
     @override
     def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
-        """ModelError: the pipeline takes no embeddings together with images."""
-        met = f"{self.pipeline_name} takes no cached texts together with images"
-        raise ModelError(f"text_encoder: {met}. Give it the prompt and the images.", part="text_encoder")
+        rows, is_slot = _with_slots(embeds, control_latents(embeds, embeds["control_latents_1"]))
+        return {"prompt_embeds": rows, f"prompt_embeds{MASK}": torch.ones_like(is_slot), "image_pad_mask": is_slot}
+
+
+def _with_slots(batch: Mapping[str, Any], controls: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The texts of a batch with a row of zeros for each token of its control images, and which rows these are.
+
+    [B, L, D] and bool [B, L]. ModelError unless all texts have these images at the same places.
+    """
+    embeds, (places, *others) = batch["prompt_embeds"], batch["image_slots"].tolist()
+    if any(each != places for each in others):
+        met = f"texts of one batch have their images after {places} and after other rows"
+        raise ModelError(f"text_encoder: {met}, which one call of the denoiser cannot have.", part="text_encoder")
+    if len(places) != len(controls):
+        met = f"the texts were read with {len(places)} control images, but the batch has {len(controls)}"
+        raise ModelError(f"text_encoder: {met}. Run `latentcache precache CONFIG` again.", part="text_encoder")
+    rows = [*range(embeds.shape[1])]
+    for place, control in reversed([*zip(places, controls, strict=True)]):
+        rows[place:place] = [-1] * (control[0, 0].numel() // 4)
+    is_slot = torch.tensor(rows, device=embeds.device) < 0
+    return embeds[:, rows].masked_fill(is_slot[:, None], 0), is_slot.expand(len(embeds), -1)
 
 
 FAMILY = QwenImage21Edit()

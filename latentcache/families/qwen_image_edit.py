@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import Caption, Encoded, Family, padded
+from latentcache.families.base import MASK, Caption, Encoded, Family, padded
 from latentcache.families.hidden_states import HiddenStates
+from latentcache.families.modular import modular_sampler
 from latentcache.families.packed import control_latents
 from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import PLACEHOLDER, STATES, QwenImage, check_prefix
@@ -45,6 +46,8 @@ class EditTexts(Family):
     """A family whose text encoder reads a caption together with control images, which its denoiser is given too."""
 
     reads_controls, text_reads_control, uncut_texts = True, True, True
+    blocks: ClassVar[str]
+    """diffusers' modular blocks that denoise."""
 
     def picture(self, pixels: Any) -> Any:
         """A control image, uint8 [H, W, 3], as the pipeline gives it to the processor."""
@@ -64,6 +67,24 @@ class EditTexts(Family):
             for text, group in zip(super().tokenize(parts, texts), images, strict=True)
         ]
 
+    @override
+    def sampler(self, **parts: Any) -> Any:
+        """Modular blocks of diffusers: its pipelines take no embeddings without the pixels of the images."""
+        module, _, name = self.blocks.rpartition(".")
+        blocks: Any = getattr(importlib.import_module(f"diffusers.modular_pipelines.{module}"), name)
+        return modular_sampler(blocks(), self.guidance_name, **parts)
+
+    @override
+    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
+        """As `Family.pipeline_kwargs`. Both have the control images too."""
+        images = control_latents(embeds, embeds["control_latents_1"])
+        return {**super().pipeline_kwargs(embeds, negative), "image_latents": images}
+
+    @override
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """The blocks unpack them."""
+        return latents
+
 
 class QwenImageEdit(EditTexts, QwenImage):
     """Qwen2.5-VL reads each control image at about 384x384 pixels, then the text. Latents are Qwen-Image's.
@@ -77,6 +98,7 @@ class QwenImageEdit(EditTexts, QwenImage):
     name = "qwen-image-edit"
     pipeline_name = "QwenImageEditPlusPipeline"
     pipeline_names = ()
+    blocks = "qwenimage.modular_blocks_qwenimage_edit_plus.QwenImageEditPlusCoreDenoiseStep"
     refused_pipelines = {"QwenImageEditPipeline": "is the first Qwen-Image-Edit, whose texts have another template"}
     repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
     parts = {
@@ -129,6 +151,10 @@ class QwenImageEdit(EditTexts, QwenImage):
         images = [noisy, *control_latents(batch, noisy)]
         shapes = [(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in images]
         return {**super().conditions(denoiser, noisy, batch), "img_shapes": [shapes] * len(noisy)}
+
+    @override
+    def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: embeds[name] for name in ("prompt_embeds", f"prompt_embeds{MASK}")}
 
 
 def _pipeline_module() -> Any:

@@ -89,9 +89,8 @@ class Wan(Family):
 
     @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """For one frame, a still image, where it makes those; the pipeline's own default is 81."""
-        still = {} if self.clip_condition else {"num_frames": 1}
-        return {**super().pipeline_kwargs(embeds, negative), **still}
+        """For one frame, a still image; the pipeline's own default is 81."""
+        return {**super().pipeline_kwargs(embeds, negative), "num_frames": 1}
 
 
 FAMILY = Wan()

@@ -83,5 +83,34 @@ class WanImageToVideo(wan.Wan):
         mask[:, :, 0] = 1
         return torch.cat([noisy, mask, condition], dim=1)
 
+    @override
+    def sampler(self, **parts: Any) -> Any:
+        """The denoising loop of the pipeline, which itself takes no latents of a first frame. They state the size."""
+        from diffusers.utils.torch_utils import randn_tensor
+
+        denoiser, scheduler = parts["transformer"], parts["scheduler"]
+
+        @torch.no_grad()
+        def run(embeds: Mapping[str, Any], negative: Mapping[str, Any] | None, **options: Any) -> tuple[torch.Tensor]:
+            condition, scale = embeds[CONDITION], options["guidance_scale"]
+            shape, device, dtype = condition.shape, condition.device, torch.float32
+            latents = randn_tensor(shape, generator=options["generator"], device=device, dtype=dtype)
+            scheduler.set_timesteps(options["num_inference_steps"], device=device)
+            for step in scheduler.timesteps:
+                noisy, timesteps = latents.to(condition.dtype), step.expand(1)
+                predicted = self.predict(denoiser, noisy, timesteps, embeds)
+                if negative is not None:
+                    without = self.predict(denoiser, noisy, timesteps, negative)
+                    predicted = without + scale * (predicted - without)
+                latents = scheduler.step(predicted, step, latents, return_dict=False)[0]
+            return (latents,)
+
+        return run
+
+    @override
+    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What `sampler` takes: texts with the condition."""
+        return {"embeds": embeds, "negative": negative}
+
 
 FAMILY = WanImageToVideo()

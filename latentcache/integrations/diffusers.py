@@ -285,7 +285,8 @@ def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
     own = cache.restricted(training[0])
     try:
         keys = {key for name in names for key in cache.manifest(name).rows.entry_keys(usable=True)}
-        prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")
+        prompts, negative = config.validation.prompts, config.validation.negative_prompt
+        prompt_embeddings(own, prompts, negative, device="cpu", datasets=names)
     except StoreError:
         return False
     return len(cache.store.find(keys)) == len(keys)

@@ -196,22 +196,31 @@ class LatentCache(Closing):
         return Entry(entry.record, moved(entry.tensors, device, dtype), entry.ragged)
 
     def prompt(
-        self, text: str, *, device: DeviceLike, dtype: torch.dtype | None = None, negative: bool = False
+        self,
+        text: str,
+        *,
+        device: DeviceLike,
+        dtype: torch.dtype | None = None,
+        negative: bool = False,
+        beside: str = "",
     ) -> dict[str, torch.Tensor]:
         """The embeddings of a validation prompt: `prompt_embeds` [1, T, D] and the family's other text fields.
 
         They come from the text encoders of this cache's datasets; if these differ, choose with
         `LatentCache(path, manifest=NAME)`. The empty prompt is always cached. A service that encodes also accepts
         prompts that are not cached; otherwise they are a SampleError. StoreError if the service has other encoders, or
-        for datasets without texts (`encode.text: none`). Fields are as in `batch`.
+        for datasets without texts (`encode.text: none`). `beside` is the key of a caption: the prompt is then the one
+        that was read with that caption's control images. Fields are as in `batch`.
         """
         try:
-            batch = self.gather([self.cached_prompt(text, negative=negative)])
+            batch = self.gather([self.cached_prompt(text, negative=negative, beside=beside)])
         except SampleError as missing:
+            if beside:
+                raise
             batch = self.gather([self._encoded_prompt(text, negative, missing)])
         return moved({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}, device, dtype)
 
-    def cached_prompt(self, text: str, *, negative: bool = False) -> SampleRef:
+    def cached_prompt(self, text: str, *, negative: bool = False, beside: str = "") -> SampleRef:
         """A reference to a validation prompt. SampleError if it is not cached; StoreError: see `prompt`."""
         datasets = self.datasets()
         encoded = [manifest for manifest in datasets if manifest.imported_from is None]
@@ -227,14 +236,15 @@ class LatentCache(Closing):
             raise no_texts(", ".join(manifest.name for manifest in encoded))
         if not datasets:
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
-        sample_id = prompt_id(text, negative=negative)
+        sample_id = prompt_id(text, negative=negative, beside=beside)
         for name in names:
             # The manifest of prompts may be missing: no prompt has been cached yet, or it was lost.
             if name in self._known[0] or name in self.manifests.names():
                 prompts = self.manifest(name)
                 if (row := prompts.rows.get(sample_id)) is not None:
                     return SampleRef(sample_id, (row.captions[0].key,), SampleFacts.of(prompts))
-        remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
+        setting = "negative_prompt" if negative and not beside else "prompts"
+        remedy = f"add {'the caption' if beside else 'it'} to validation.{setting} and {PRECACHE}"
         raise SampleError(sample_id, "is not cached", remedy)
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:

@@ -25,16 +25,16 @@ from latentcache.dataset.row_table import CaptionValues, RowTable, RowTableBuild
 from latentcache.dataset.samples import Sample, variants_of
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.identity import SCHEMA, digest, encoding_json, key_names
+from latentcache.identity import SCHEMA, digest, encoding_json, key_names, key_of
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
-from latentcache.precache.prompts import last_manifest, plan_validation_prompts
+from latentcache.precache.prompts import last_manifest, plan_prompts, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
 from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task, num_threads
 from latentcache.precache.workspace import Workspace
-from latentcache.types import Refusal, Size
+from latentcache.types import Refusal, Size, prompt_id
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 from latentcache.utils.wording import counted, size
@@ -100,13 +100,19 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
             # Plans have many values and no cycles: scanning them takes half as long as all the rest of planning.
             after.callback(gc.enable)
             gc.disable()
+        negatives = dict[str, Task]()
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
             last = last or last_manifest(workspace.manifests, dataset.name)
-            planner = _DatasetPlanner(plan, dataset, workspace, encodings, models, config.cache.salt, last)
+            planner = _DatasetPlanner(plan, dataset, workspace, encodings, models, config, last)
             planner.run(executor, progress, stop or threading.Event(), verify_sources, only)
             progress.finish()
+            negatives |= planner.negatives
             last = None
+    if negatives:
+        salt, tasks = config.cache.salt, [*negatives.values()]
+        prompts = plan_prompts(plan, workspace.manifests, encodings, models, salt, (), read_with_controls=tasks)
+        plan.manifests.append(prompts)
     return plan.finish()
 
 
@@ -120,10 +126,10 @@ class _DatasetPlanner:
         workspace: Workspace,
         encodings: Encodings,
         models: Models,
-        salt: str,
+        config: Config,
         last: Manifest | None,
     ):
-        family = encodings.family
+        family, salt = encodings.family, config.cache.salt
         if family.text_reads_control and encodings.has_texts and not dataset.control:
             message = f"{family.name} reads captions together with control images; give dataset {dataset.name} some"
             raise ConfigError(message, key="datasets.control")
@@ -154,6 +160,11 @@ class _DatasetPlanner:
         }
         self._history = History(last, self._common, plan.damaged)
         self._seen = set[str]()
+        shows = family.text_reads_control and encodings.has_texts and dataset.role == "validation"
+        self._prompts = frozenset(config.validation.prompts if shows else ())
+        self._negative = config.validation.negative_prompt or ""
+        self.negatives = dict[str, Task]()
+        """By sample_id, the negative prompt with the control images of each caption that is a validation prompt."""
 
     def run(
         self,
@@ -323,12 +334,17 @@ class _DatasetPlanner:
                 task = self._image_task(sample, image, entry)
                 self._plan.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         recipe, read = self._encodings.text.recipe, self._read_with_texts(entries)
+        images = tuple(self._image_task(sample, image, each) for each in read)
         for number, (key, text, _) in enumerate(texts):
+            if text in self._prompts and number % self._dataset.captions.variants == 0:
+                identity = self._texts.identity(self._negative, self._controls(read))
+                named = Sample(prompt_id(self._negative, negative=True, beside=key), sample.path)
+                task = Task(key_of(identity.to_json()), identity, named, caption=self._negative, controls=images)
+                self.negatives[named.sample_id] = task
             if key and self._plan.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 caption = texts[number - number % self._dataset.captions.variants][1]
                 facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)
                 reason = self._history.why(sample.sample_id, "text_encoding", key, facts)
-                images = tuple(self._image_task(sample, image, each) for each in read)
                 identity = self._texts.identity(text, self._controls(read))
                 task = Task(key, identity, sample, caption=text, controls=images)
                 self._plan.add(task, recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)

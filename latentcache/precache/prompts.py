@@ -14,8 +14,7 @@ from latentcache.dataset.manifest_folder import Manifests, update_manifest
 from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.dataset.samples import Sample
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.errors import DatasetError, EncodeError, ModelError
-from latentcache.families.base import check_prompts
+from latentcache.errors import ConfigError, DatasetError, EncodeError, ModelError
 from latentcache.identity import SCHEMA, encoding_json, key_of
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size, text_family_json
@@ -101,14 +100,13 @@ def plan_validation_prompts(
 ) -> None:
     """Plan the validation prompts. A negative prompt may be encoded otherwise, so the empty prompt is two.
 
-    `last` is the manifest of the first dataset. Where texts are read with control images there are none: ConfigError
-    for those that the config has. There are none with `encode.text: none` either, which the report notes.
+    `last` is the manifest of the first dataset. Where texts are read with control images there are none: prompts are
+    captions then. There are none with `encode.text: none` either, which the report notes.
     """
     if not encodings.has_texts:
         if config.validation.prompts:
             plan.report.notes.append("validation.prompts are not cached: encode.text is none")
         return
-    check_prompts(encodings.family, config.validation.prompts, sampled=False)
     if encodings.family.text_reads_control:
         return
     texts = [*((text, False) for text in ("", *config.validation.prompts)), ("", True)]
@@ -127,15 +125,19 @@ def plan_prompts(
     salt: str,
     texts: Iterable[tuple[str, bool]],
     last: Manifest | None = None,
+    *,
+    read_with_controls: Sequence[Task] = (),
 ) -> Manifest:
     """Plan exactly these prompts, pairs of a text and whether it is a negative prompt, and return their manifest.
 
-    Misses are compared with `last`, by default the manifest that this one replaces.
+    Misses are compared with `last`, by default the manifest that this one replaces. `read_with_controls` are negative
+    prompts that are each read with the control images of a caption.
     """
     common, keys = prompts_common(encodings, salt), prompt_keys(encodings, models, salt)
     name = prompts_name(common)
     history = History(last or last_manifest(manifests, name), common, plan.damaged)
     tasks = [prompt_task(text, keys, negative=negative) for text, negative in dict.fromkeys(texts)]
+    tasks += read_with_controls
     present = plan.store.find({task.key for task in tasks})
     for task in tasks:
         sample_id = task.sample.sample_id
@@ -174,7 +176,12 @@ def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> Task:
 
     ConfigError for a family that reads texts with control images.
     """
-    check_prompts(keys[negative].family, [text], sampled=False)
+    if (family := keys[negative].family).text_reads_control:
+        raise ConfigError(
+            f"{family.name} reads a prompt together with control images, and a prompt alone has none: name the caption "
+            "of a sample in a validation set",
+            key="validation.prompts",
+        )
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
     return Task(key_of(identity.to_json()), identity, Sample(sample_id, sample_id), caption=text)
 

@@ -15,7 +15,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, ModelError, StoreError
-from latentcache.families.base import Family, check_prompts
+from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.models.denoiser import check_fits
 from latentcache.models.files import family_of, pipeline_settings
@@ -45,6 +45,7 @@ from latentcache.validation.sample_images import (
     PromptEmbeddings,
     PromptPair,
     SampleImage,
+    check_denoiser,
     check_sampling,
     decode_samples,
     denoise,
@@ -186,7 +187,9 @@ class ValidationRunner:
                     f"{self._within[0]} to {self._within[1]} of them; set it to []. Then only the loss is measured",
                     key="validation.prompts",
                 )
-            check_prompts(self.family, validation.prompts, self._denoiser())
+            check_denoiser(self._denoiser(), self.family)
+            if self.family.needed_picture and set(names) <= set(self.cache.manifests.names()):
+                self._embeddings()
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _check_texts(self) -> None:
@@ -230,6 +233,7 @@ class ValidationRunner:
             device=self._device() or self._denoiser(),
             dtype=dtype_of(self._denoiser()),
             encode=None if self._filler.blocked_reason else self._filler.encode_prompts,
+            datasets=validation_sets(self.cache, self.config),
         )
 
     def _images(

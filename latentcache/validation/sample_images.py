@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 from diffusers import SchedulerMixin
 from PIL import Image
@@ -20,12 +21,15 @@ from latentcache.devices.audit import audit
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.families import DEFAULT, family_named, family_of_denoiser
-from latentcache.families.base import Family, check_prompts
+from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.models.running import uncached_autocast
 from latentcache.models.vae import decode_fitting, vae_facts
 from latentcache.phases.state import RandomStreams, TrainingModes
 from latentcache.validation.noise_schedule import is_flow
+
+MAX_FRAMES = 4
+"""Frames of a clip that are shown of it."""
 
 PromptPair = tuple[str, bool]
 """A text, and whether it is a negative prompt: some families encode the two differently."""
@@ -57,15 +61,21 @@ def prompt_embeddings(
     device: DeviceLike,
     dtype: torch.dtype | None = None,
     encode: Callable[[Sequence[PromptPair]], object] | None = None,
+    datasets: Sequence[str] = (),
 ) -> list[PromptEmbeddings]:
     """The embeddings of these prompts, in their order, on the requesting device; `dtype` is that of a given module.
+
+    A family whose pipeline needs a picture takes it from a sample of `datasets` with the prompt as a caption.
 
     `encode` is called once with all pairs (text, is negative) that the cache cannot return, and has to cache them
     (`precache.prompts.cache_prompts`); then they are read again. It is not called when nothing is missing. Without it
     SampleError names the first such prompt and the command that caches it.
     """
+    family = family_of_cache(cache)
+    text = "" if negative_prompt is None and not family.has_zero_negative else negative_prompt
+    if family.needed_picture:
+        return _with_pictures([*map(cache.restricted, datasets)], prompts, text or "", family, device, dtype)
     pairs: list[PromptPair] = [(prompt, False) for prompt in prompts]
-    text = "" if negative_prompt is None and not family_of_cache(cache).has_zero_negative else negative_prompt
     if prompts and text is not None:
         pairs.append((text, True))
     found, missing = _read_prompts(cache, pairs, device, dtype)
@@ -82,6 +92,42 @@ def prompt_embeddings(
         zeros = {name: torch.zeros_like(tensor) for name, tensor in positive.items()}
         negative = zeros if text is None else found[text, True]
         embeddings.append(PromptEmbeddings(prompt, negative_prompt, positive, negative))
+    return embeddings
+
+
+def _with_pictures(
+    caches: Sequence[LatentCache],
+    prompts: Sequence[str],
+    negative_prompt: str,
+    family: Family,
+    device: DeviceLike,
+    dtype: torch.dtype | None,
+) -> list[PromptEmbeddings]:
+    """Embeddings of captions, with the control images or the condition of a sample; ConfigError for another prompt.
+
+    Each cache is restricted to a dataset. A prompt that is given several times takes the samples with it in turn.
+    """
+    samples: dict[str, list[tuple[LatentCache, str, int, str]]] = {prompt: [] for prompt in prompts}
+    for cache in caches:
+        [manifest] = cache.datasets()
+        for row in map(manifest.rows.row, manifest.rows.usable().tolist()):
+            for number, caption in enumerate(row.captions[:: manifest.variants]):
+                if caption.text in samples:
+                    samples[caption.text].append((cache, row.sample_id, number, caption.key))
+    embeddings = []
+    for number, prompt in enumerate(prompts):
+        if not (found := samples[prompt]):
+            raise ConfigError(
+                f"{prompt!r} is not a caption in the validation sets, but {family.name} generates from a prompt and "
+                f"{family.needed_picture}: name captions of their samples",
+                key="validation.prompts",
+            )
+        cache, sample_id, which, key = found[prompts[:number].count(prompt) % len(found)]
+        batch = cache.batch([sample_id], device=device, dtype=dtype, scaled=True, caption=which)
+        positive = {name: each for name, each in batch.items() if isinstance(each, torch.Tensor) and name != "latents"}
+        beside = key if family.text_reads_control else ""
+        negative = cache.prompt(negative_prompt, device=device, dtype=dtype, negative=True, beside=beside)
+        embeddings.append(PromptEmbeddings(prompt, negative_prompt, positive, positive | negative))
     return embeddings
 
 
@@ -140,7 +186,7 @@ def denoise(
     used, ModelError for a wrapped denoiser.
     """
     family = family or family_of_denoiser(denoiser)
-    check_prompts(family, [each.prompt for each in embeddings], denoiser)
+    check_denoiser(denoiser, family)
     if not hasattr(denoiser, "config"):
         name, word = family.denoiser, family.denoiser_word
         raise ModelError(
@@ -159,7 +205,7 @@ def denoise(
         stack.enter_context(uncached_autocast(device, None))
         for number, each in enumerate(embeddings):
             copied = scheduler_copy(scheduler, settings.scheduler, family)
-            pipeline = family.pipeline(**{family.denoiser: denoiser, "scheduler": copied}, **(pipeline_settings or {}))
+            pipeline = family.sampler(**{family.denoiser: denoiser, "scheduler": copied}, **(pipeline_settings or {}))
             generator = torch.Generator().manual_seed(settings.seed + number)
             # The few schedulers that draw from the global generator give the same image each time too.
             torch.manual_seed(settings.seed + number)
@@ -186,12 +232,14 @@ def decode_samples(
 ) -> list[SampleImage]:
     """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is.
 
-    Of several frames it is the first one. `family` None is DEFAULT.
+    Of a clip they are MAX_FRAMES frames side by side, from the first to the last. `family` None is DEFAULT.
     """
     samples = []
     for number, (latent, each) in enumerate(zip(latents, embeddings, strict=True)):
         images, tiled = decode_fitting(vae, latent, family)
-        image = Image.fromarray(images[0] if images.ndim == 4 else images[0, 0])
+        frames = images if images.ndim == 4 else images[0]
+        places = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int)
+        image = Image.fromarray(np.concatenate(frames[places], axis=1))
         samples.append(SampleImage(each.prompt, each.negative_prompt, settings.seed + number, image, tiled))
     return samples
 
@@ -220,6 +268,16 @@ def scheduler_copy(scheduler: Any, class_name: str | None = None, family: Family
     return copied
 
 
+def check_denoiser(denoiser: torch.nn.Module, family: Family) -> None:
+    """ConfigError for a denoiser that generates with a mask and a masked image, of which prompts have none."""
+    if family.inpaints(denoiser):
+        raise ConfigError(
+            f"this {family.denoiser_word} inpaints: it generates with a mask and a masked image, and prompts have none "
+            "here; set them to [] (a validation set has its masks: its loss is measured)",
+            key="validation.prompts",
+        )
+
+
 def check_sampling(
     vae: torch.nn.Module, scheduler: Any, settings: ValidationConfig, family: Family | None = None
 ) -> None:
@@ -228,7 +286,6 @@ def check_sampling(
     `family` None is DEFAULT.
     """
     family = family or family_named(DEFAULT)
-    check_prompts(family, settings.prompts)
     family.guidance_kwargs(settings.guidance_scale)
     scheduler_copy(scheduler, settings.scheduler, family)
     facts = vae_facts(vae, family)

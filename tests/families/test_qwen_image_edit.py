@@ -17,14 +17,17 @@ from helpers.photo_files import write_photo
 from helpers.tiny_models import tiny_folder, tiny_model
 
 from latentcache import LatentCache
-from latentcache.config import Config
-from latentcache.errors import ConfigError, ModelError
+from latentcache.config import Config, ImagesConfig
+from latentcache.dataset.images import decode, prepare
+from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.families import family_named
 from latentcache.models.model_loader import ModelLoader
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.service.miss_encoder import MissEncoder
+from latentcache.validation.runner import ValidationRunner
+from latentcache.validation.sample_images import PromptEmbeddings, prompt_embeddings
 
 EDIT, EDIT_21 = family_named("qwen-image-edit"), family_named("qwen-image-21-edit")
 
@@ -156,14 +159,54 @@ def test_views_of_an_image_that_its_captions_are_not_read_with_are_refused(
         assert "prompt_embeds" not in cache.batch(["0.png"], device="cpu")
 
 
-def test_prompts_are_refused_since_they_have_no_control_image(tmp_path: Path, parts: dict[str, Any]) -> None:
-    config, models = edit_config(tmp_path), loaded_models(EDIT, parts)
-    prompts = config.validation.model_copy(update={"prompts": ("a cat",)})
-    with pytest.raises(ConfigError, match=r"qwen-image-edit generates from a prompt and control images") as raised:
-        run_precache(config.model_copy(update={"validation": prompts}), models=models)
+def test_prompts_are_captions_of_a_validation_set(tmp_path: Path, parts: dict[str, Any]) -> None:
+    """Each is read with the control images of its sample, and so is the negative prompt; others are refused."""
+    config, models = edit_config(tmp_path, role="validation"), loaded_models(EDIT, parts)
+    write_photo(tmp_path / "photos/3.png", 3, (64, 64))
+    write_photo(tmp_path / "controls/3.png", 13, CONTROLS["controls"])
+    (tmp_path / "photos/3.txt").write_text(TEXTS[1])
+
+    def with_prompts(*prompts: str, negative: str = "") -> Config:
+        changes = {"prompts": prompts, "negative_prompt": negative, "path": tmp_path / "results"}
+        return config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
+
+    def embeddings(*prompts: str, negative: str = "") -> list[PromptEmbeddings]:
+        with LatentCache(config.cache) as cache:
+            return prompt_embeddings(cache, prompts, negative, device="cpu", datasets=["photos"])
+
+    assert run_precache(config, models=models).num_encoded == 3 * 4
+    with pytest.raises(SampleError, match=r"negative prompt.*is not cached.*validation.prompts and"):
+        embeddings(TEXTS[1])
+    report = run_precache(with_prompts(TEXTS[1], negative="blurry"), models=models)
+    assert report.misses_by_reason == {"new": 2}, "the negative prompt of each sample with this caption"
+    assert run_precache(with_prompts(TEXTS[1], negative="blurry"), models=models).num_misses == 0
+    one, two, again = embeddings(*[TEXTS[1]] * 3, negative="blurry")
+    with LatentCache(config.cache) as cache:
+        for number, found in (("1", one), ("3", two)):
+            row = cache.manifest("photos").rows[f"{number}.png"]
+            batch = cache.batch([row.sample_id], device="cpu", scaled=True)
+            image = decode((tmp_path / f"controls/{number}.png").read_bytes(), "", ImagesConfig(min_side=8))
+            pixels = prepare(image, row.parts[0].geometry)
+            with torch.no_grad():
+                tokens = EDIT.tokenize_with_control(parts, ["blurry"], [[pixels]])
+                live = EDIT.encode_text(parts, tokens, EDIT.text_recipe())
+            assert torch.equal(found.negative["prompt_embeds"], live["prompt_embeds"])
+            for name in ("prompt_embeds", "control_latents_1"):
+                assert torch.equal(found.embeds[name], batch[name]), name
+            assert torch.equal(found.negative["control_latents_1"], batch["control_latents_1"])
+    assert not torch.equal(one.negative["prompt_embeds"], two.negative["prompt_embeds"])
+    assert all(torch.equal(again.tensors()[name], value) for name, value in one.tensors().items())
+    # Of another control image there is none yet.
+    write_photo(tmp_path / "controls/1.png", 99, CONTROLS["controls"])
+    run_precache(config, models=models)
+    with pytest.raises(SampleError, match="is not cached"):
+        embeddings(TEXTS[1], negative="blurry")
+    trained = {**parts, "scheduler": parts["scheduler"]}
+    with LatentCache(config.cache) as cache, pytest.raises(ConfigError, match="'a cat' is not a caption") as raised:
+        ValidationRunner(trained, cache, with_prompts("a cat"))
     assert raised.value.key == "validation.prompts"
     with open_workspace(config.cache) as workspace:
-        with pytest.raises(ConfigError, match="a prompt has none"):
+        with pytest.raises(ConfigError, match="a prompt alone has none"):
             cache_prompts(config, workspace, models, [("a cat", False)], device="cpu")
         with MissEncoder(config, workspace, models=models) as encoder, pytest.raises(ConfigError, match="has none"):
             encoder.prompt("a cat")

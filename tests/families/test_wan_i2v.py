@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families.test_families import check_first_call, check_training_step
+from families.test_family_denoisers import check_sample_images
 from helpers.family_references import generator
 from helpers.family_runs import NUM_FRAMES, SIDE, TEXTS, FamilyRun, family_config, family_run, loaded_models
 from helpers.photo_files import write_clip, write_photo
@@ -47,6 +48,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyRun]:
 def test_what_a_denoiser_gets_and_learns_is_that_of_live_encoding(run: FamilyRun) -> None:
     check_first_call(run)
     check_training_step(run)
+
+
+@pytest.mark.parametrize("guidance", [0.0, 4.0])
+def test_frames_of_a_validation_are_those_of_the_whole_pipeline(run: FamilyRun, guidance: float) -> None:
+    check_sample_images(run, guidance)
 
 
 def test_an_entry_has_the_condition_unscaled_and_the_rows_of_a_picture(run: FamilyRun) -> None:

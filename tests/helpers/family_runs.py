@@ -404,7 +404,10 @@ def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **s
     """
     family, parts = family_named(name), parts or tiny_model(name)
     num_controls = len(CONTROLS) if family.text_reads_control else 0
-    config = family_config(folder, num_controls=num_controls, with_clips=bool(family.clip_condition), **settings)
+    changes = {"datasets.0.role": "validation", "validation": {"prompts": [TEXTS[1]]}} if num_controls else {}
+    config = family_config(
+        folder, changes, num_controls=num_controls, with_clips=bool(family.clip_condition), **settings
+    )
     models = loaded_models(family, parts)
     num_empty = 0
     if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch
@@ -414,7 +417,7 @@ def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **s
     num_texts = 1 if name in ALONE else 2
     with patch.object(encodings, "text_batch_size", lambda device: num_texts):
         report = run_precache(config, models=models)
-    # Images, texts, and control images or the empty text.
-    expected = (2 + num_controls) * len(TEXTS) + (num_controls == 0)
+    # Images, control images, texts, and the empty one.
+    expected = (2 + num_controls) * len(TEXTS) + 1
     assert report.num_refused == 0 and report.num_encoded + num_empty == expected, report.to_json()
     return FamilyRun(family, parts, config, LatentCache(config.cache.path))

@@ -128,7 +128,7 @@ class ModularPipeline:
         output_type: str = "pt",
         **options: Any,
     ) -> Any:
-        self.made.guider.guidance_scale = guidance_scale
+        self.made.guider.guidance_scale = max(guidance_scale, 1.0)  # below it would be on again
         texts = {"negative_prompt": negative_prompt, "max_sequence_length": max_sequence_length}
         options |= {name: value for name, value in texts.items() if value is not None}
         if output_type == "latent":
