@@ -371,7 +371,7 @@ class FamilyRun:
             return
 
         def encoded(image: torch.Tensor, generator: Any) -> torch.Tensor:
-            latents: torch.Tensor = self.scaling.apply(pipeline.vae.encode(image).latent_dist.mode())
+            latents: torch.Tensor = self.scaling.apply(pipeline.vae.encode(image.contiguous()).latent_dist.mode())
             return latents
 
         module = sys.modules[type(pipeline).__module__]
