@@ -1,6 +1,6 @@
-"""Model families: what each one's encoders return and what its denoiser expects. One file is one family.
+"""Model families: what each one's encoders return and what its denoiser expects, one file per family.
 
-A file is imported when its family is named, and imports diffusers and transformers only when a model is run.
+A family's file is imported when the family is first requested, and imports diffusers and transformers lazily.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 Rule = Literal["factor", "mean_std", "divided", "batch_norm"]
 """How latents are scaled for the denoiser: see `scaling.Scaling`."""
 DEFAULT: FamilyName = FAMILIES[0]
-"""That of caches and models that name none: those of the first versions."""
+"""The family of caches and models that name none, such as caches of the first versions."""
 DEFAULT_REPOSITORY = "stabilityai/stable-diffusion-xl-base-1.0"
-"""The first of the default family's `repositories`, for those who do not import its file."""
+"""The first of the default family's `repositories`, for callers that should not import its file."""
 
 DENOISERS = ("unet", "transformer")
-"""The names that denoisers have among the parts of a training."""
+"""The part names under which a trainer passes its denoiser."""
 
 
 @cache
 def family_named(name: str) -> Family:
-    """The family of this name. ModelError, naming those that there are, for another one."""
+    """The family of this name. ModelError, listing the known names, if there is none."""
     if name not in FAMILIES:
         raise ModelError(f"there is no model family {name!r}; there are {', '.join(FAMILIES)}", part="model")
     found: Family = importlib.import_module(f"latentcache.families.{name.replace('-', '_')}").FAMILY
@@ -58,10 +58,10 @@ def family_named(name: str) -> Family:
 
 
 def family_of_denoiser(denoiser: object) -> Family:
-    """The family whose denoiser is of this class and has this config; that of DEFAULT for a class that is not known.
+    """The family whose denoiser has this class and config; the family DEFAULT for an unknown class.
 
-    ModelError, naming them, where several families have such denoisers. One that reads texts together with control
-    images, or has other texts of a `whole` family, counts as the family whose denoiser it has: LoRAs are equal.
+    Families that share another one's denoiser (editors, and families with a `whole`) count as that other one: LoRAs
+    are the same. ModelError, listing the candidates, if the config still fits several families.
     """
     class_name, config = type(denoiser).__name__, getattr(denoiser, "config", {})
     found = [each for each in map(family_named, FAMILIES) if each.denoiser_class.endswith(f".{class_name}")]
@@ -79,20 +79,20 @@ def family_of_denoiser(denoiser: object) -> Family:
 
 
 def parts_of(class_name: str) -> list[Part]:
-    """What families say of a part of this class; nothing of a class that none names."""
+    """Every family's description of a part of this class."""
     found = [part for each in map(family_named, FAMILIES) for part in each.parts.values()]
     return [part for part in found if part.class_name.endswith(f".{class_name}")]
 
 
 def settings_of(class_name: str) -> tuple[str, ...] | None:
-    """The settings that count of a part of this class, in any family; None for a class that no family names."""
+    """The config settings that matter for a part of this class, in any family; None for an unknown class."""
     named = [part.settings for part in parts_of(class_name)]
     return tuple({name: None for settings in named for name in settings}) if named else None
 
 
 def unread_controls(family: Family) -> str | None:
-    """Why training of this family ignores control images, for messages; None where its denoiser is given them."""
+    """Why training this family ignores control images, for messages; None if its denoiser reads them."""
     if family.reads_controls:
         return None
     readers = ", ".join(name for name in FAMILIES if family_named(name).reads_controls)
-    return f"the denoiser of {family.name} is not given them (that of {readers} is)"
+    return f"the denoiser of {family.name} does not read them (that of {readers} does)"

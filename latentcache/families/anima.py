@@ -1,6 +1,6 @@
 """Anima: the denoiser of Cosmos-Predict2 with texts of Qwen3 behind a conditioner, and the VAE of Qwen-Image.
 
-diffusers has it as modular blocks alone. Those are called here as the pipelines of other families are.
+diffusers has only modular blocks for it, which are called here like other families' pipelines.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from latentcache.families.qwen_image import QwenImage
 from latentcache.types import Padding
 
 _ROWS = 512
-"""Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
+"""Rows of a text for the denoiser. It takes no mask, so a different number of zero rows changes the result."""
 _INSIDE = "llm_adapter."
 _BLOCKS = "diffusers.modular_pipelines.anima"
 _QWEN3_SETTINGS = tuple(name.removeprefix("text_config.") for name in LLM_SETTINGS)
 
 
 class Anima(Family):
-    """What the conditioner makes of a text: a row for each token of T5, filled from Qwen3's last layer. Zeros follow.
+    """The conditioner's output: a row for each T5 token, computed from Qwen3's last layer, then rows of zeros.
 
-    Of T5 there is a tokenizer alone. Words that it does not know, as those of other scripts, say nothing.
+    T5 contributes only its tokenizer. Words unknown to it, such as those in other scripts, have no effect.
     """
 
     name = "anima"
@@ -59,17 +59,17 @@ class Anima(Family):
 
     @override
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Caption]:
-        """As `Family.tokenize`, with the larger number of tokens of the two tokenizers: each of them cuts a text."""
+        """Like `Family.tokenize`. `num_tokens` is the larger of the two tokenizers' counts, as each truncates."""
         tokenizers = [parts[name] for name in self.names("tokenizer")]
         ids = [each([*texts], truncation=False, padding=False, verbose=False).input_ids for each in tokenizers]
         return [Caption(text, max(map(len, both))) for text, *both in zip(texts, *ids, strict=True)]
 
     def states(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        """What the conditioner takes of texts. ModelError for a tokenizer that pads on the left: positions count it."""
+        """The conditioner's inputs. ModelError for a tokenizer that pads on the left, which would shift positions."""
         for name in self.names("tokenizer"):
             if parts[name].padding_side != "right":
-                message = f"{name}: it pads on the left, but the conditioner's positions are those of padding on the"
-                raise ModelError(f"{message} right. Set its padding_side to 'right'.", part=name)
+                message = f"{name}: it pads on the left, but the conditioner expects padding on the right."
+                raise ModelError(f"{message} Set its padding_side to 'right'.", part=name)
         steps: Any = importlib.import_module(f"{_BLOCKS}.encoders")
         found: Encoded = steps.AnimaTextEncoderStep.encode_prompt(
             SimpleNamespace(**parts),
@@ -82,7 +82,7 @@ class Anima(Family):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`. ModelError as from `states`."""
+        """Like `Family.encode_text`. ModelError as from `states`."""
         states = self.states(parts, texts, recipe)
         embeds = conditioned(parts["text_conditioner"], states)
         mask = states["t5_attention_mask"].bool()
@@ -106,9 +106,9 @@ class Anima(Family):
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """The blocks that denoise, of these parts, with the arguments of other pipelines: what they return is latents.
+        """The denoising blocks with these parts, called like other pipelines. They return latents.
 
-        They take `prompt_embeds`, with a `text_conditioner` what that takes, and no texts.
+        They take `prompt_embeds`, or with a `text_conditioner` its inputs, but no prompts.
         """
         from diffusers.modular_pipelines import SequentialPipelineBlocks
 
@@ -124,7 +124,7 @@ class Anima(Family):
 
 
 def conditioned(conditioner: Any, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`prompt_embeds` [B, 512, D] of what the conditioner takes of texts."""
+    """`prompt_embeds` [B, 512, D] from the conditioner's inputs."""
     found: torch.Tensor = conditioner(
         source_hidden_states=states["qwen_prompt_embeds"],
         target_input_ids=states["t5_input_ids"],

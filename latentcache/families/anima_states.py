@@ -19,13 +19,13 @@ _NAMES = {
     "t5_ids": "t5_input_ids",
     f"t5_ids{MASK}": "t5_attention_mask",
 }
-"""What a batch has of texts, and how diffusers' blocks call it."""
+"""The text fields of a batch, and their names in diffusers' blocks."""
 
 
 class AnimaStates(Anima):
-    """Qwen3's last layer and the ids of T5's tokens. The conditioner runs in `predict`, and may be trained.
+    """Qwen3's last layer and the ids of T5's tokens. The conditioner runs in `predict`, and can be trained.
 
-    It is the denoiser's attribute `text_conditioner`, which `load_denoiser` sets: set it in a training of your own.
+    It is the attribute `text_conditioner` of the denoiser. `load_denoiser` sets it; your own training has to.
     """
 
     name = "anima-states"
@@ -41,7 +41,7 @@ class AnimaStates(Anima):
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         found = self.states(parts, texts, recipe)
-        # The empty text has no token of Qwen3: it keeps the row of zeros that stands for it, to the same result.
+        # The empty text has no Qwen3 token. It keeps one row of zeros, which gives the same result.
         found["qwen_attention_mask"][:, 0] = 1
         return {name: found[own].bool() if name.endswith(MASK) else found[own] for name, own in _NAMES.items()}
 
@@ -52,14 +52,14 @@ class AnimaStates(Anima):
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Family.conditions`. ModelError for a denoiser without its conditioner."""
+        """Like `Family.conditions`. ModelError for a denoiser without a conditioner."""
         conditioner = self._conditioner(denoiser, noisy.device)
         states = self.text_kwargs(batch) | {"qwen_prompt_embeds": batch["qwen_embeds"].to(conditioner.dtype)}
         embeds = conditioned(conditioner, states).to(noisy.dtype)
         return super().conditions(denoiser, noisy, {"prompt_embeds": embeds})
 
     def _conditioner(self, denoiser: Any, device: torch.device) -> Any:
-        """The conditioner of a denoiser, on its device. ModelError if it has none."""
+        """The denoiser's conditioner, moved to `device`. ModelError if it has none."""
         conditioner = getattr(denoiser, "text_conditioner", None)
         if conditioner is None:
             message = f"{type(denoiser).__name__} has no text_conditioner, which the texts of {self.name} need"
@@ -73,7 +73,7 @@ class AnimaStates(Anima):
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """Anima's pipeline, with the conditioner before its denoising blocks."""
+        """Anima's pipeline with the conditioner in front of the denoising blocks."""
         conditioner = self._conditioner(parts["transformer"], parts["transformer"].device)
         return super().pipeline(text_conditioner=conditioner, **parts)
 

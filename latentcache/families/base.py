@@ -1,7 +1,7 @@
 """What a model family declares: its parts, its latent space, how it reads text, and what its denoiser expects.
 
-A family is one file, which precaching, loading, validation, imports and exports ask: they name no family. Reading a
-cache loads these files, so they import diffusers and transformers only when a model is run.
+Each family is one file. Precaching, loading, validation, imports and exports go through this interface and name no
+family. Reading a cache imports these files, so they import diffusers and transformers lazily.
 
 Legend: B items, C latent channels, F latent frames, h and w latent rows and columns, L text rows, D features.
 """
@@ -25,23 +25,23 @@ from latentcache.families.scaling import Scaling
 from latentcache.types import Geometry, Padding
 
 MASK = "_mask"
-"""What follows a field's name in the name of its mask: bool [B, L], True for the rows that are not padding."""
+"""Suffix of the name of a field's mask: bool [B, L], True for rows that are not padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """A text, as the pipeline takes it, and how many tokens it has as the tokenizer gets it, uncut."""
+    """A text as the pipeline takes it, and its number of tokens before truncation."""
 
     text: str
     num_tokens: int
 
 
 Encoded = dict[str, torch.Tensor]
-"""Field -> [B, ...] on the encoders' device. `<field>_mask` (bool [B, L]) says which rows of a field are kept."""
+"""Field -> [B, ...] on the encoders' device. `<field>_mask` (bool [B, L]) selects the rows of a field to store."""
 
 
 def padded(texts: Sequence[torch.Tensor], field: str = "prompt_embeds") -> Encoded:
-    """Texts [n, D] of unequal length as one field with zeros up to the longest, and its mask."""
+    """Texts [n, D] of unequal length as one field, zero-padded to the longest, and its mask."""
     embeds = torch.nn.utils.rnn.pad_sequence([*texts], batch_first=True)
     lengths = torch.tensor([[len(text)] for text in texts])
     mask = torch.arange(embeds.shape[1]) < lengths
@@ -49,28 +49,28 @@ def padded(texts: Sequence[torch.Tensor], field: str = "prompt_embeds") -> Encod
 
 
 def user_turn(tokenizer: Any, content: Any, **options: Any) -> str:
-    """A turn of the user in the tokenizer's chat template, and what asks for an answer."""
+    """A user turn in the tokenizer's chat template, followed by the generation prompt."""
     message = [{"role": "user", "content": content}]
     return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **options))
 
 
 def unpadded(batch: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The texts of a batch, each [n, D]: what `padded` was given."""
+    """The texts of a batch, each [n, D]: the inverse of `padded`."""
     pairs = zip(batch["prompt_embeds"], batch[f"prompt_embeds{MASK}"], strict=True)
     return [embeds[mask] for embeds, mask in pairs]
 
 
 CONDITION = "condition"
-"""The name of what `Family.clip_condition` is the rule of, in entries (unscaled) and in batches."""
+"""Name of the tensor that `Family.clip_condition` describes, in entries (unscaled) and batches."""
 PICTURE = "image_embeds"
-"""The name of `Family.encode_pictures`' rows, in entries of clips and in batches."""
+"""Name of the output of `Family.encode_pictures`, in entries of clips and batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A linear approximation of a VAE's decoder, for latents that are scaled by `scaling_factor`.
+    """A linear approximation of a VAE's decoder, for latents scaled by `scaling_factor`.
 
-    `weights`: what a unit of each channel adds to red, green and blue (0 to 255). `biases`: those of a latent of zeros.
+    `weights` are RGB values (0 to 255) per unit of each latent channel. `biases` is the colour of an all-zero latent.
     """
 
     weights: Sequence[Sequence[float]]
@@ -80,13 +80,12 @@ class Preview:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpace:
-    """What is particular about a family's latents. Their scaling is read from the VAE: `models.vae.vae_facts`.
+    """The shape of a family's latents and how it trains on them. Scaling is read from the VAE: `models.vae.vae_facts`.
 
-    `is_video`: they are [C, F, h, w], one latent frame of the first frame, and one of each `frames_factor` more.
-    `draws`: the model is trained with draws from the posterior; without it with its mean, as the family's pipelines
-    encode images. `preview`: where one is known. `others`: channels of the VAEs of some of its models, and their pixels
-    a row. `published`: the scaling of the published VAE, whose constants trainers write into their code; None where
-    the VAE's weights alone have it.
+    `is_video`: latents are [C, F, h, w], with one latent frame for the first frame and one per further `frames_factor`.
+    `draws`: the model is trained on posterior samples; otherwise on the mean, as the family's pipelines encode images.
+    `others` maps the channels of VAEs that some of its models have to their downscale factors. `published` is the
+    scaling of the published VAE, which trainers hard-code; None if it is stored only in the VAE's weights.
     """
 
     channels: int
@@ -103,11 +102,11 @@ class LatentSpace:
 class TextField:
     """A field of a text entry.
 
-    `width` is the setting of the denoiser's config that states its last dimension, or two of them, as `one * other`.
-    With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
-    of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a
-    few numbers that act on all of an image: float8 is not for it. `encoder` is the text encoder that makes it. Of a
-    text without tokens a field that `may_be_zero` is all zeros. Elsewhere that is a fault of the encoder.
+    `width` names the setting of the denoiser's config that states its last dimension, or two, as in `one * other`.
+    With `padding`, entries store only their own rows and batches are padded this way. `features` are the dimensions
+    of one row (or of a field without rows) in published models, for the documentation. A field without rows, such as a
+    pooled output, affects the whole image, so it is never stored in float8. `encoder` is the text encoder that makes
+    it. A field that `may_be_zero` is all zeros for a text without tokens; in other fields zeros are an encoder fault.
     """
 
     width: str | None = None
@@ -118,16 +117,16 @@ class TextField:
     may_be_zero: bool = False
 
     def width_in(self, config: Mapping[str, Any]) -> int:
-        """The last dimension of a field that has a `width`, as this config of a denoiser states it."""
+        """The last dimension of a field that has a `width`, according to a denoiser's config."""
         return math.prod(config[setting] for setting in str(self.width).split(" * "))
 
 
 @dataclass(frozen=True, slots=True)
 class TimestepSampling:
-    """How a training draws its timesteps, as the family's reference script does: see `NoiseSchedule.draw`.
+    """How training samples timesteps, following the family's reference script: see `NoiseSchedule.draw`.
 
-    `shift` moves them towards noise; None leaves that to the shift in the scheduler's config. `deviation` is the
-    standard deviation of the normal number of `logit_normal`.
+    `shift` moves them towards noise; None uses the shift in the scheduler's config. `deviation` is the standard
+    deviation of the normal variable behind `logit_normal`.
     """
 
     density: Literal["uniform", "logit_normal"] = "uniform"
@@ -137,101 +136,101 @@ class TimestepSampling:
 
 @contextmanager
 def inference(device: torch.device) -> Iterator[None]:
-    """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
+    """No gradients, and any surrounding autocast off: an entry's identity states the compute dtype."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 class Family(ABC):
-    """One model family. There is one object of each: `families.family_named`."""
+    """One model family. Each has a single instance: `families.family_named`."""
 
     name: ClassVar[str]
     pipeline_name: ClassVar[str]
-    """The class of diffusers that generates with it."""
+    """The diffusers class that generates with it."""
     pipeline_names: ClassVar[tuple[str, ...]] = ()
-    """Other classes whose folders hold this family's frozen parts; `*` stands for any letters."""
+    """Other pipeline classes whose folders hold this family's frozen parts; `*` is a wildcard."""
     refused_pipelines: ClassVar[Mapping[str, str]] = {}
-    """Classes whose folders look like this family's, and what in them is not covered."""
+    """Pipeline classes whose folders look like this family's, and why they are not supported."""
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
-    """Settings that its pipeline has of a model's model_index.json: `models.family.pipeline_settings`."""
+    """Pipeline settings to read from a model's model_index.json: `models.files.pipeline_settings`."""
     parts: ClassVar[Mapping[str, Part]]
     """The frozen parts, by the names of their folders."""
     whole: ClassVar[str | None] = None
-    """The family that has as frozen parts what this one runs beside its denoiser: `load_denoiser` puts them there."""
+    """The family whose frozen parts this one runs next to its denoiser, where `load_denoiser` attaches them."""
     denoiser: ClassVar[str] = "transformer"
     second_denoiser: ClassVar[str | None] = None
-    """In some of its models, whose model_index.json has a `boundary_ratio`: that of the timesteps below."""
+    """Name of the denoiser for timesteps below `boundary_ratio`, in models whose model_index.json has one."""
     denoiser_class: ClassVar[str]
     denoiser_needs: ClassVar[str | None] = None
     """A package that the denoiser cannot run without."""
     denoiser_settings: ClassVar[Mapping[str, Any]] = {}
-    """What its config states, where it does, and that of another family's denoiser of this class does not."""
+    """Config settings that, where stated, tell its denoiser from other families' denoisers of the same class."""
     unused_weights: ClassVar[tuple[str, ...]] = ()
-    """How names begin in a file of the original layout that no denoiser of diffusers has."""
+    """Name prefixes of tensors in original-layout files that have no counterpart in diffusers' denoiser."""
     latent: ClassVar[LatentSpace]
     vae_overflows: ClassVar[bool | None] = None
-    """Whether a VAE overflows in float16 whose config does not say so; None where nobody knows."""
+    """Whether a VAE overflows in float16 if its config does not say; None if unknown."""
     patch: ClassVar[int] = 1
-    """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
+    """Side of the latent patch that becomes one token. Latent heights and widths must be multiples of it."""
     reads_controls: ClassVar[bool] = False
-    """Whether `predict` gives the denoiser the control images of a batch too: `control_latents_1`, ..., scaled."""
+    """Whether `predict` also passes a batch's scaled `control_latents_1`, ... to the denoiser."""
     takes_masked: ClassVar[bool] = False
-    """Whether some of its denoisers inpaint: they take a mask and the latents of the masked image too."""
+    """Whether it has inpainting denoisers, which also take a mask and the masked image's latents."""
     has_clips: ClassVar[bool] = False
     """Whether its denoiser takes latents of several frames."""
     clip_condition: ClassVar[str] = ""
-    """By which rule a clip's entry has the latents CONDITION too, which its denoiser also takes; most have none.
+    """How the latents CONDITION of a clip's entry, another input of the denoiser, are made; empty if there are none.
 
-    "first frame, padded": the mean of the clip's first frame, with zeros (grey) in place of the others. The rule is a
-    part of the key. Such a family makes clips of a picture: it takes no still images, and no prompt alone.
+    "first frame, padded": the mean for the clip's first frame, with zeros (grey) in place of the others. The rule is
+    part of the key. Such a family makes clips from a picture: it takes neither still images nor a prompt alone.
     """
     fields: ClassVar[Mapping[str, TextField]]
     text_dtype: ClassVar[str] = "bfloat16"
-    """In which the text encoders compute on an accelerator, and in which texts are stored."""
+    """Dtype in which the text encoders compute on an accelerator, and in which texts are stored."""
     max_length: ClassVar[int]
-    """Tokens of a text, at most, as its pipeline has it by default; of `uncut_texts` rows of a long one."""
+    """The pipeline's default token limit; with `uncut_texts`, the rows of a long text."""
     uncut_texts: ClassVar[bool] = False
-    """Whether its pipeline cuts no text: its recipes have no `max_length`."""
+    """Whether its pipeline never truncates, so that recipes have no `max_length`."""
     longest: ClassVar[int | None] = None
-    """What `encode.max_length` may be, at most: the pipeline cuts texts there. None where nothing is known."""
+    """Upper bound of `encode.max_length`, set by the pipeline; None if unknown."""
     num_joined: ClassVar[int] = 1
-    """Hidden states of its text encoder that are joined to a row."""
+    """Number of text encoder hidden states that are concatenated into a row."""
     recipe: ClassVar[Mapping[str, Any]] = {}
-    """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
+    """What else determines an embedding besides weights and text. It is part of the key, verbatim."""
     template_needs_tokenizer: ClassVar[bool] = False
-    """Whether `rendered` needs the tokenizer, as a chat template does."""
+    """Whether `rendered` needs the tokenizer, for its chat template."""
     text_reads_control: ClassVar[bool] = False
     """Whether the text encoder reads a caption together with the sample's control images: `tokenize_with_control`."""
     guidance_name: ClassVar[str] = "guidance_scale"
-    """What its pipeline calls classifier-free guidance."""
+    """The pipeline's argument for classifier-free guidance."""
     no_guidance: ClassVar[float] = 1.0
-    """Guidance at which its pipeline has no use for a negative prompt, at most; infinite where it never has."""
+    """Highest guidance at which its pipeline ignores the negative prompt; infinite if it always does."""
     has_zero_negative: ClassVar[bool] = False
-    """Whether its pipelines take zeros where there is no negative prompt. Else they take the empty text."""
+    """Whether its pipelines use zeros without a negative prompt; otherwise they use the empty text."""
     can_drop_padding: ClassVar[bool] = True
-    """Whether texts may be stored without padding: one that is padded again in a batch gives the same result."""
+    """Whether texts can be stored without padding: padding them again in a batch gives the same result."""
     can_keep_padding: ClassVar[bool] = True
-    """Whether they may be stored with it: not where the denoiser masks it, or its pipeline drops it."""
+    """Whether texts can be stored with padding: not if the denoiser masks it or the pipeline drops it."""
     reads_lengths: ClassVar[bool] = True
-    """Whether the length of a text says something to the denoiser. Else zeros in all rows are a text too."""
+    """Whether the denoiser depends on the length of a text. If not, zeros in all rows are a valid text."""
     timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
     needed_of_scheduler: ClassVar[tuple[str, ...]] = ("set_timesteps", "step")
-    """What the denoising loop of its pipeline uses of a scheduler."""
+    """Scheduler attributes that its pipeline's denoising loop uses."""
     lora_targets: ClassVar[Sequence[str]] = ("to_q", "to_k", "to_v", "to_out.0")
     repositories: ClassVar[tuple[str, ...]] = ()
     """Hub ids of models of this family, for the documentation."""
     trainer_files: ClassVar[Mapping[str, TrainerFiles]] = {}
-    """By the names of formats (`interop.formats`) that have it. A family that inherits from this one has its own."""
+    """How other trainers store it, by format name (`interop.formats`). Subclasses declare their own."""
 
     # Parts
 
     def names(self, role: Role) -> tuple[str, ...]:
-        """The names of the parts of this role, in their order."""
+        """The names of the parts with this role, in order."""
         return tuple(name for name, part in self.parts.items() if part.role == role)
 
     def folder_of(self, part: str) -> str:
-        """The name of the folder that a diffusers folder has a part in."""
+        """The subfolder of a diffusers folder that holds a part."""
         return self.parts[part].folder or part
 
     @property
@@ -240,10 +239,7 @@ class Family(ABC):
         return class_named(f"diffusers.{self.pipeline_name}")
 
     def pipeline(self, **parts: Any) -> Any:
-        """A pipeline of diffusers of these parts alone, without a progress bar.
-
-        Validation gives the denoiser and the scheduler alone, and requests latents: see `final_latents`.
-        """
+        """A diffusers pipeline of only these parts, without a progress bar."""
         made_class = self.pipeline_class
         parameters = inspect.signature(made_class.__init__).parameters.values()
         needed = [each.name for each in parameters if each.default is each.empty and each.name != "self"]
@@ -253,49 +249,49 @@ class Family(ABC):
 
     @property
     def denoiser_word(self) -> str:
-        """What messages call the denoiser."""
+        """The denoiser's name in messages."""
         return "UNet" if self.denoiser == "unet" else self.denoiser
 
     # Text
 
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
-        """The recipe of a text under these settings of `encode`: `clip_skip`, `max_length`, `padding`.
+        """The recipe of a text for these `encode` settings: `clip_skip`, `max_length`, `padding`.
 
-        ConfigError for a setting that this family does not have.
+        ConfigError for a setting that this family does not support.
         """
         if settings.get("clip_skip"):
             raise ConfigError(f"{self.name} has no clip_skip; set it to 0", key="encode.clip_skip")
         length, padding = settings.get("max_length"), settings.get("padding", "auto")
         keeps = padding == "keep" or not self.can_drop_padding
         if keeps and padding == "drop":
-            message = f"padding is drop, but {self.name} attends to padding: its texts are stored with it"
+            message = f"padding is drop, but {self.name} attends to padding; set it to auto or keep"
             raise ConfigError(message, key="encode.padding")
         if keeps and not self.can_keep_padding:
-            message = f"padding is keep, but {self.name} does not read padding; set it to auto"
+            message = f"padding is keep, but {self.name} does not read padding; set it to auto or drop"
             raise ConfigError(message, key="encode.padding")
         if length and self.longest and length > self.longest:
-            message = f"max_length is {length}, but the pipeline of {self.name} takes {self.longest} tokens at most"
+            message = f"max_length is {length}, but the pipeline of {self.name} takes at most {self.longest} tokens"
             raise ConfigError(message, key="encode.max_length")
         if length and self.uncut_texts:
-            message = f"max_length is {length}, but the pipeline of {self.name} cuts no text; set null"
+            message = f"max_length is {length}, but the pipeline of {self.name} truncates no text; set it to null"
             raise ConfigError(message, key="encode.max_length")
         cut = {} if self.uncut_texts else {"max_length": length or self.max_length}
         return {"family": self.name, **cut, "keeps_padding": keeps, **self.recipe}
 
     def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """What a recipe has besides `text_recipe` because of these text encoders and tokenizers: mostly nothing."""
+        """What these text encoders and tokenizers add to the `text_recipe`: usually nothing."""
         return {}
 
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
-        """How a batch pads this field of texts with this recipe; None where it is stored with its padding."""
+        """How batches pad this field of texts with this recipe; None if it is stored with its padding."""
         return None if recipe.get("keeps_padding", True) else self.fields[field].padding
 
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        """The text as the tokenizer gets it: cleaned, and in the template. The key is made of it."""
+        """The text as the tokenizer gets it: cleaned, and in the template. The key is derived from it."""
         return text
 
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
-        """Texts as `encode_text` takes them, each with `num_tokens` when it is rendered. One thread at a time."""
+        """Texts as `encode_text` takes them, each with the `num_tokens` of its rendered form. Not thread-safe."""
         tokenizer = parts[self.names("tokenizer")[-1]]
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
         rendered = [self.rendered(parts, text) for text in texts]
@@ -305,13 +301,13 @@ class Family(ABC):
     def tokenize_with_control(
         self, parts: Mapping[str, Any], texts: Sequence[str], images: Sequence[Sequence[Any]]
     ) -> Sequence[Any]:
-        """As `tokenize`, of texts that are each read together with control images, uint8 [H, W, 3], in their order."""
-        raise NotImplementedError(f"{self.name} reads texts alone")
+        """Like `tokenize`, but each text is read together with its control images, uint8 [H, W, 3], in order."""
+        raise NotImplementedError(f"{self.name} reads texts without images")
 
     def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
-        """The number of tokens, as `tokenize` counts them, above which a text is cut.
+        """The number of tokens, as counted by `tokenize`, above which a text is truncated.
 
-        Without parts it is that of the family's usual tokenizers.
+        Without parts it is the limit of the family's usual tokenizers.
         """
         if self.uncut_texts:
             return 1 << 30
@@ -319,9 +315,9 @@ class Family(ABC):
 
     @abstractmethod
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
-        """What diffusers' own code gives for these texts, which `tokenize` returned, where the encoders are.
+        """Encode texts that `tokenize` returned, on the encoders' device, with the output of diffusers' own code.
 
-        Without gradients, and without a surrounding autocast.
+        Call it inside `inference`: without gradients or autocast.
         """
 
     def pipeline_texts(
@@ -332,9 +328,9 @@ class Family(ABC):
         states: Mapping[int, str] | None = None,
         **options: Any,
     ) -> Sequence[Any]:
-        """What `encode_prompt` of the family's pipeline returns for these texts, with `options` of its own.
+        """What `encode_prompt` of the family's pipeline returns for these texts and `options`.
 
-        `states` are the hidden states that the pipeline reads of `text_encoder`, and the modules: see `HiddenStates`.
+        `states` maps the hidden states of `text_encoder` that the pipeline reads to modules: see `HiddenStates`.
         """
         given = {name: parts[name] for name, part in self.parts.items() if part.role != "vae"}
         encoder = given["text_encoder"]
@@ -345,9 +341,9 @@ class Family(ABC):
         return found
 
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shape of each field of one text with its padding, read from the configs of the encoders.
+        """The shape of each field of one padded text, read from the encoders' configs.
 
-        Where texts are read with control images, and have no padding: of a usual text with one.
+        For texts that are read with control images, which have no padding, it is that of a typical text with one.
         """
         length = recipe.get("max_length", self.max_length)
         return {"prompt_embeds": (length, self.num_joined * parts["text_encoder"].config.get_text_config().hidden_size)}
@@ -355,15 +351,15 @@ class Family(ABC):
     def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
         """Which columns of a cached field each text encoder makes.
 
-        Where one encoder is trained and the cache has the outputs of both, a step replaces the columns of that one.
+        A training that updates only one of two encoders replaces that one's columns in each step.
 
         Args:
             field: A field of texts in a batch, [B, L, D] or [B, D].
-            encoders: Text encoders by their names, at least one of those that make the field: widths are read from
-                their configs.
+            encoders: Text encoders by name, including at least one that makes the field: widths are read from their
+                configs.
 
         Returns:
-            By the name of the encoder a slice of D.
+            A slice of D for each encoder name.
 
         Raises:
             ModelError: There is no such field, or `encoders` has none of those that make it.
@@ -375,29 +371,29 @@ class Family(ABC):
     # Images
 
     def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """The posterior's parameters, unscaled: [B, 2C, h, w] of pixels [B, 3, H, W] in -1..1, each with F in video."""
+        """The posterior's unscaled parameters [B, 2C, (F,) h, w] for pixels [B, 3, (F,) H, W] in -1..1."""
         parameters: torch.Tensor = vae.encode(pixels).latent_dist.parameters
         return parameters
 
     def encode_pictures(self, parts: Mapping[str, Any], pictures: Sequence[Any]) -> torch.Tensor:
-        """Rows [B, n, D] of the first frames of clips, which are PIL images: PICTURE of models with an image encoder.
+        """PICTURE rows [B, n, D] for the first frames of clips (PIL images), on the image encoder's device.
 
-        `parts` are the image encoder, with which they are returned on its device, and the image processor.
+        `parts` are the image encoder and the image processor.
         """
         raise NotImplementedError(f"models of {self.name} have no image encoder")
 
     def batch_statistics(self, vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and deviation of each channel, as `Scaling` has them, of a VAE that holds statistics as weights (bn)."""
+        """Each channel's mean and standard deviation for `Scaling`, from a VAE with batch-norm statistics (bn)."""
         return vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config["batch_norm_eps"])
 
     def size_conditions(self, geometry: Geometry) -> list[int] | None:
-        """Numbers that the denoiser takes of how an image was resized and cropped (`add_time_ids`), if it does."""
+        """Size conditioning from an image's resize and crop (`add_time_ids`); None if the denoiser takes none."""
         return None
 
     # The denoiser
 
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the denoiser takes besides latents and timesteps: texts of the batch, and what follows from shapes."""
+        """The denoiser's inputs besides latents and timesteps: the batch's texts, and what follows from shapes."""
         return {"encoder_hidden_states": batch["prompt_embeds"]}
 
     def predict(
@@ -405,7 +401,7 @@ class Family(ABC):
     ) -> torch.Tensor:
         """The denoiser's prediction for scaled, noised latents [B, C, (F,) h, w], in their layout.
 
-        `timesteps` [B] are the schedule's, 0 to 1000. For flow it is the velocity: noise - latents.
+        `timesteps` [B] are the schedule's, from 0 to 1000. Flow models predict the velocity, noise - latents.
         """
         conditions = self.conditions(denoiser, noisy, batch)
         given = self.inputs(denoiser, noisy, batch)
@@ -413,10 +409,10 @@ class Family(ABC):
         return prediction
 
     def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The denoiser's channels: noised latents, and what else it takes in further ones.
+        """The denoiser's input channels: noised latents, and whatever it takes in further channels.
 
-        Of one that inpaints mask and masked latents, scaled as these are: [B, 2C + 1, h, w], as diffusers' pipelines
-        have it. ModelError for a batch without these.
+        An inpainting denoiser gets latents, mask and scaled masked latents, [B, 2C + 1, h, w], in the order of
+        diffusers' pipelines. ModelError for a batch without them.
         """
         if not self.inpaints(denoiser):
             return noisy
@@ -426,12 +422,12 @@ class Family(ABC):
         return torch.cat([noisy, mask, masked], dim=1)
 
     def inpaints(self, denoiser: Any) -> bool:
-        """Whether this denoiser also takes a mask and the latents of the masked image, by its number of channels."""
+        """Whether this denoiser also takes a mask and the masked image's latents, judged by its channels."""
         channels = getattr(getattr(denoiser, "config", None), "in_channels", None)
         return self.takes_masked and channels == 2 * self.latent.channels + 1
 
     def lacks_masked(self, what: str) -> str:
-        """The message that a denoiser which inpaints is not given what it takes: `what` says where that is not."""
+        """The error message for an inpainting denoiser without its inputs; `what` says what lacks them."""
         channels = 2 * self.latent.channels + 1
         return (
             f"this {self.denoiser_word} inpaints: its {channels} channels are latents, a mask and the masked image's "
@@ -439,7 +435,7 @@ class Family(ABC):
         )
 
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:
-        """What is wrong where these settings of a denoiser's config.json are not this family's; None if they are."""
+        """Why the settings in a denoiser's config.json are not this family's; None if they are."""
         for name, needed in self.denoiser_settings.items():
             if settings.get(name, needed) != needed:
                 return f"has {name} {settings[name]!r}, not {needed!r}"
@@ -448,26 +444,26 @@ class Family(ABC):
         if channels in (None, own, *allowed) or "in_channels" in self.denoiser_settings:
             return None
         wanted = " or ".join(map(str, allowed))
-        return f"takes {channels} channels, as one for inpainting or control does, not {wanted}"
+        return f"takes {channels} channels, like a model for inpainting or control, not {wanted}"
 
     # Generation
 
     @property
     def needed_picture(self) -> str:
-        """What its pipeline generates from besides a prompt, for messages; empty if a prompt is enough."""
+        """What generation needs besides a prompt, for messages; empty if a prompt is enough."""
         return "control images" if self.text_reads_control else "a first frame" if self.clip_condition else ""
 
     def sampler(self, **parts: Any) -> Any:
-        """What makes latents from `pipeline_kwargs`, of the denoiser and a scheduler: its pipeline, or as this does."""
+        """Callable that makes latents from `pipeline_kwargs`, given a denoiser and a scheduler: see `final_latents`."""
         return self.pipeline(**parts)
 
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What the pipeline takes in place of texts; `negative` None: without guidance, or its own default."""
+        """Arguments for `sampler` in place of prompts. `negative` is None without guidance."""
         texts, negatives = self.text_kwargs(embeds), {} if negative is None else self.text_kwargs(negative)
         return texts | {f"negative_{name}": value for name, value in negatives.items()}
 
     def text_kwargs(self, embeds: Mapping[str, Any]) -> dict[str, Any]:
-        """What the pipeline takes in place of a text; for the negative one with `negative_` before the names."""
+        """The pipeline's arguments in place of a prompt; the negative prompt's have the prefix `negative_`."""
         return {name: embeds[name] for name in self.fields}
 
     def uses_negative(self, guidance_scale: float) -> bool:
@@ -475,9 +471,9 @@ class Family(ABC):
         return guidance_scale > self.no_guidance
 
     def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
-        """The pipeline's arguments for this classifier-free guidance. ConfigError where it cannot be had."""
+        """The pipeline's arguments for this classifier-free guidance. ConfigError if it is not supported."""
         return {self.guidance_name: guidance_scale}
 
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Scaled latents [B, C, (F,) h, w] of what the pipeline returns for `output_type="latent"`."""
+        """Scaled latents [B, C, (F,) h, w] from the sampler's output for `output_type="latent"`."""
         return latents

@@ -1,4 +1,4 @@
-"""Chroma, whose denoiser masks the padding of T5's texts but for one row."""
+"""Chroma, whose denoiser masks all but one row of T5's padding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MASK = "prompt_attention_mask"
 class Chroma(PackedFamily):
     """T5's rows of a text and one row of padding, with a mask.
 
-    The mask of its pipeline in diffusers 0.42.1 is 0 and 1 in floating point, which attention adds: it masks nothing,
-    and all rows count. `padding: keep` stores all rows and that mask, and gives the pipeline's images. Without padding
-    the mask is bool, and masks: the model as it was trained, and other images. The recipe says which.
+    In diffusers 0.42.1 the pipeline's mask holds floating-point 0 and 1, which attention adds, so it masks nothing and
+    all rows count. `padding: keep` stores all rows and that mask, which reproduces the pipeline's images. Without
+    padding the mask is bool and does mask, as in training, which gives different images. The recipe says which.
     """
 
     name = "chroma"
@@ -41,7 +41,7 @@ class Chroma(PackedFamily):
 
     @override
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
-        """To the length that its pipeline pads to: with fewer rows the last bits differ."""
+        """To the pipeline's own length: with fewer rows the last bits differ."""
         return None if recipe.get("keeps_padding", True) else Padding(recipe["max_length"])
 
     @override
@@ -73,7 +73,7 @@ class Chroma(PackedFamily):
 
 
 def _mask(batch: Mapping[str, Any]) -> torch.Tensor:
-    """[B, L]: the pipeline's own, where it is stored, else the bool one."""
+    """The mask [B, L]: the pipeline's own if it is stored, else the bool one."""
     found: torch.Tensor = batch[_MASK] if _MASK in batch else batch["prompt_embeds_mask"]
     return found
 

@@ -1,11 +1,11 @@
-"""Text by CLIP, as Stable Diffusion reads it: one encoder or two, 77 tokens or more, and layers that may be skipped.
+"""Texts read by CLIP as in Stable Diffusion: one or two encoders, 77 tokens or more, optional clip skip.
 
-A text of more than 77 tokens is read as sd-scripts reads it with `max_token_length` 150 or 225 (its strategy_base.py,
-strategy_sd.py, strategy_sdxl.py): in chunks of 75, each with a begin and an end, whose rows are joined again.
+Texts longer than 77 tokens are read like in sd-scripts with `max_token_length` 150 or 225 (its strategy_base.py,
+strategy_sd.py, strategy_sdxl.py): in chunks of 75, each with BOS and EOS, whose rows are then concatenated.
 
     chunk 1   B a a a ... a E          rows   B a a a ... a  b b b ... b  c c ... E     75 n + 2
     chunk 2   B b b b ... b E
-    chunk 3   B c c E E ... E          pooled: that of chunk 1
+    chunk 3   B c c E E ... E          the pooled output is chunk 1's
 
 Legend: B captions, n chunks, T tokens, D and P features.
 """
@@ -31,28 +31,28 @@ CLIP_SETTINGS = (
     *("num_attention_heads", "max_position_embeddings", "hidden_act", "layer_norm_eps"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "dropout"),
 )
-"""Settings of a text encoder of CLIP. With those that change nothing, as `dropout`: keys of SDXL were made so."""
+"""Settings of a CLIP text encoder. Ones without effect, such as `dropout`, stay for the sake of existing keys."""
 CHUNK = 75
-"""Tokens of a text that CLIP reads at once, without begin and end."""
+"""Tokens of a text that CLIP reads at once, not counting BOS and EOS."""
 LONG_BY_ROWS = {152: 150, 227: 225}
-"""By the rows of their embeddings, what `max_length` is for texts that are read in chunks."""
+"""Rows of the embeddings of texts read in chunks -> their `max_length`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A caption as each tokenizer reads it: int64 [1, T], padded and cut, and uncut, with begin and end."""
+    """A caption's ids from each tokenizer: int64 [1, T], padded and truncated; and untruncated, with BOS and EOS."""
 
     input_ids: tuple[torch.Tensor, ...]
     uncut: tuple[Sequence[int], ...]
 
     @property
     def num_tokens(self) -> int:
-        """Its length uncut, with begin and end: the largest count of the tokenizers."""
+        """Its untruncated length with BOS and EOS, the maximum over the tokenizers."""
         return max(map(len, self.uncut))
 
 
 class ClipFamily(Family):
-    """A family whose texts go through CLIP alone. `clip_skip` 0 is the layer that its pipeline takes."""
+    """A family whose texts are read by CLIP only. `clip_skip` 0 is the layer that its pipeline uses."""
 
     text_dtype = "float16"
     max_length = 77
@@ -60,33 +60,33 @@ class ClipFamily(Family):
     takes_masked = True
     needed_of_scheduler = ("init_noise_sigma", "order", "scale_model_input", "set_timesteps", "step")
     layers_above: ClassVar[int]
-    """How many of the last layers are not read with `clip_skip` 0."""
+    """How many of the last layers are unused with `clip_skip` 0."""
 
     @override
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
-        """As `Family.text_recipe`. diffusers applies clip_skip to positive prompts only."""
+        """Like `Family.text_recipe`. diffusers applies clip_skip to positive prompts only."""
         super().text_recipe(**{**settings, "clip_skip": 0})
         length = settings.get("max_length")
         is_long = length in LONG_BY_ROWS.values()
         if not is_long and length not in (None, CHUNK, self.max_length):
             message = f"max_length is {length}, but CLIP takes null, 75 or 77 (one chunk), 150 (two) or 225 (three)"
             raise ConfigError(message, key="encode.max_length")
-        # Keys of one chunk do not state it: there are caches from before there were more.
+        # Keys of a single chunk leave it out, for caches older than the setting.
         stated = {"max_length": length} if is_long else {}
         return {**self.recipe, "clip_skip": 0 if negative else settings.get("clip_skip", 0), **stated}
 
     @override
     def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Family.parts_recipe`: where the pooled output is taken, if the family has one."""
+        """Like `Family.parts_recipe`: where the pooled output is taken, if the family has one."""
         if not any(not field.has_rows for field in self.fields.values()):
             return {}
         return pooling_recipe(parts[self.names("text_encoder")[-1]], parts[self.names("tokenizer")[-1]])
 
     @override
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[Tokens]:
-        """Tokens on the CPU, as `encode_prompt` requests them of its tokenizers.
+        """Token ids on the CPU, made like in `encode_prompt`.
 
-        A fast tokenizer serves one thread at a time ("Already borrowed"): call this in one thread.
+        Not thread-safe: a fast tokenizer used by two threads raises "Already borrowed".
         """
         tokenizers = [parts[name] for name in self.names("tokenizer")]
         read = [_tokenize(tokenizer, _with_all_vectors(list(texts), tokenizer)) for tokenizer in tokenizers]
@@ -103,12 +103,10 @@ class ClipFamily(Family):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Tokens], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`: the bits of the pipeline's `encode_prompt` for the same batch, device and dtype.
+        """Like `Family.encode_text`, bit for bit the pipeline's `encode_prompt` for the same batch, device and dtype.
 
-        Texts in chunks get those of sd-scripts; a batch of B is one of B n for the encoders. The host waits for
-        nothing. The same caption may differ in the last bits in a batch of another size (measured on the CPU: the
-        pooled output does). The attention kernel is the encoders' own: transformers takes torch's
-        scaled_dot_product_attention unless a config says otherwise.
+        Texts in chunks match sd-scripts; the encoders then get a batch of B n. Nothing synchronises with the host. The
+        batch size may change a caption's last bits (measured on the CPU, for the pooled output).
         Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
         """
         skip: int = recipe["clip_skip"]
@@ -119,7 +117,7 @@ class ClipFamily(Family):
             raise ModelError(f"text_encoder: {message}", part="text_encoder")
         where = next(parts[names[0]].parameters()).device
         num_chunks = _num_chunks(recipe)
-        if num_chunks == 1:  # not by the rule for several: the tokenizer pads, and nothing is repaired
+        if num_chunks == 1:  # unlike several chunks: the tokenizer itself pads, and no EOS is inserted
             columns = [torch.cat(column) for column in zip(*[each.input_ids for each in texts], strict=True)]
         else:
             read = zip(self.names("tokenizer"), zip(*[each.uncut for each in texts], strict=True), strict=True)
@@ -130,7 +128,7 @@ class ClipFamily(Family):
                 encoder = parts[name]
                 ids = transfer_to(next(encoder.parameters()).device).upload(column)
                 output = encoder(ids, output_hidden_states=True)
-                # One that moves itself may leave its output elsewhere.
+                # An encoder with offloading hooks may return its output on another device.
                 states.append(self.read_state(encoder, output, skip).to(where))
         made = {"prompt_embeds": _joined(torch.cat(states, dim=-1), num_chunks)}
         if len(self.fields) == 1:
@@ -139,7 +137,7 @@ class ClipFamily(Family):
 
     @abstractmethod
     def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
-        """The rows [B, T, D] that the pipeline reads of an encoder's output with this `clip_skip`."""
+        """The hidden state [B, T, D] that the pipeline reads from an encoder's output with this `clip_skip`."""
 
     @override
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -150,10 +148,10 @@ class ClipFamily(Family):
 
 
 def pooling_recipe(encoder: Any, tokenizer: Any) -> dict[str, str]:
-    """What a recipe says where transformers would take an added token for the end of a text; else nothing.
+    """What the recipe states if transformers would mistake an added token for EOS; otherwise nothing.
 
-    It pools at the largest id where the encoder's config has 2 as `eos_token_id`, as published ones do. Tokens that
-    were added, as a textual inversion adds them, have larger ids than the tokenizer's end.
+    It pools at the largest id if the encoder's config has `eos_token_id` 2, as published ones do. Added tokens, for
+    example of a textual inversion, have larger ids than the tokenizer's EOS.
     """
     has_larger = max(tokenizer.get_vocab().values()) > tokenizer.eos_token_id
     return {"pooled_at": "first eos"} if encoder.config.eos_token_id == 2 and has_larger else {}
@@ -161,9 +159,9 @@ def pooling_recipe(encoder: Any, tokenizer: Any) -> dict[str, str]:
 
 @contextmanager
 def pooling(encoder: Any, tokenizer: Any, recipe: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the encoder pools as the recipe says: at the first of the tokenizer's own ends, or as it does by itself.
+    """While inside, the encoder pools at the tokenizer's first EOS if the recipe says so, like in sd-scripts.
 
-    sd-scripts does the same. Restored afterwards: the encoder may be a trainer's.
+    Restored afterwards, as the encoder may be a trainer's.
     """
     found = [module for module in encoder.modules() if hasattr(module, "eos_token_id")] if "pooled_at" in recipe else []
     before = [module.eos_token_id for module in found]
@@ -177,16 +175,16 @@ def pooling(encoder: Any, tokenizer: Any, recipe: Mapping[str, Any]) -> Iterator
 
 
 def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
-    """The captions with a token for every vector of a textual inversion, as `encode_prompt` expands them."""
+    """The captions with one token per vector of a textual inversion, expanded like in `encode_prompt`."""
     mixin = importlib.import_module("diffusers.loaders").TextualInversionLoaderMixin()
     expanded: list[str] = mixin.maybe_convert_prompt(captions, tokenizer)
     return expanded
 
 
 def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[list[int]]]:
-    """Token ids [B, T], padded and cut, and the uncut ones."""
+    """Token ids [B, T], padded and truncated, and the untruncated ones."""
     limit = tokenizer.model_max_length
-    # Without transformers' warning of captions that are too long: `Tokens.num_tokens` reports them.
+    # verbose=False: without transformers' warning about long captions, which `Tokens.num_tokens` reports.
     whole = tokenizer(captions, truncation=False, padding=False, verbose=False).input_ids
     tokens = tokenizer(captions, padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
     return tokens.input_ids, whole
@@ -197,28 +195,28 @@ def _num_chunks(recipe: Mapping[str, Any]) -> int:
 
 
 def _chunk_ids(tokenizer: Any, texts: Iterable[Sequence[int]], num_chunks: int) -> torch.Tensor:
-    """The chunks of uncut texts, as sd-scripts makes them of the padded text: int64 [B n, 77].
+    """Untruncated texts split into chunks, like sd-scripts splits the padded text: int64 [B n, 77].
 
-    Each ends with what the padded text ends with. Where padding is not the end, a chunk that is full gets an end, and
-    so does one that is empty. Both are told by the ids alone: a text's own token that is the padding's counts as it.
+    Each chunk ends with the last id of the padded text. If the padding id is not EOS, full and empty chunks get an
+    EOS. Both are recognised by ids only, so a text's own token with the padding id counts as padding.
     """
-    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
     chunks = []
-    for begin, *ids, _ in texts:
-        padded = [*ids[: CHUNK * num_chunks], end]
+    for bos, *ids, _ in texts:
+        padded = [*ids[: CHUNK * num_chunks], eos]
         padded += [padding] * (CHUNK * num_chunks + 1 - len(padded))
         for start in range(0, CHUNK * num_chunks, CHUNK):
-            chunk = [begin, *padded[start : start + CHUNK], padded[-1]]
-            if chunk[-2] not in (end, padding):
-                chunk[-1] = end
+            chunk = [bos, *padded[start : start + CHUNK], padded[-1]]
+            if chunk[-2] not in (eos, padding):
+                chunk[-1] = eos
             if chunk[1] == padding:
-                chunk[1] = end
+                chunk[1] = eos
             chunks.append(chunk)
     return torch.tensor(chunks)
 
 
 def _joined(states: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """The rows of texts, without the begins and ends between their chunks: [B n, 77, D] -> [B, 75 n + 2, D]."""
+    """Chunks joined, without the BOS and EOS between them: [B n, 77, D] -> [B, 75 n + 2, D]."""
     if num_chunks == 1:
         return states
     chunks = states.unflatten(0, (-1, num_chunks)).unbind(1)

@@ -16,13 +16,13 @@ from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.types import Padding
 
 _EPSILON = 1e-5
-"""That its pipeline adds to variances: the config of its VAE states another one."""
+"""What its pipeline adds to variances. The VAE's config states a different value."""
 
 
 class ErnieImage(Family):
-    """The last layer but one of Ministral 3, for the text as it is, and the VAE of FLUX.2.
+    """The penultimate layer of Ministral 3 for the plain text, and the VAE of FLUX.2.
 
-    Its pipeline cuts no text and may have a model rewrite it; here it is cut at `max_length`, and nothing rewrites it.
+    Its pipeline does not truncate and can rewrite prompts with an LLM; here texts are truncated, and never rewritten.
     """
 
     name = "ernie-image"
@@ -38,13 +38,13 @@ class ErnieImage(Family):
     fields = {"prompt_embeds": TextField("text_in_dim", Padding(), (3072,))}
     max_length = 512
     recipe = {"layers": "-2"}
-    can_keep_padding = False  # its pipeline has none
+    can_keep_padding = False  # its pipeline does not pad
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "gate_proj", "up_proj", "linear_fc2")
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
         encoder, tokenizer = parts["text_encoder"], partial(parts["tokenizer"], max_length=recipe["max_length"])
-        tokenizer.bos_token_id = parts["tokenizer"].bos_token_id  # type: ignore[attr-defined]  # read for an empty text
+        tokenizer.bos_token_id = parts["tokenizer"].bos_token_id  # type: ignore[attr-defined]  # used for an empty text
         layer = encoder.config.text_config.num_hidden_layers - 2
         states = HiddenStates(encoder, {-2: f"language_model.layers.{layer}"})
         pipeline = self.pipeline(text_encoder=states, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""FLUX.1: dev, schnell and Krea, and what was finetuned from them."""
+"""FLUX.1 dev, schnell and Krea, and finetunes of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from latentcache.families.packed import PackedFamily, control_latents, image_ids
 from latentcache.families.parts import FLUX_VAE, KL_VAE, T5_SETTINGS, Part, TrainerFiles
 
 _GUIDANCE = 3.5
-"""Of the distilled guidance while training: the default of diffusers' train_dreambooth_lora_flux.py."""
+"""Distilled guidance during training: the default of diffusers' train_dreambooth_lora_flux.py."""
 
 
 class Flux(PackedFamily):
-    """T5, whose padding the denoiser attends to, and CLIP's pooled output. Guidance is an input of the denoiser."""
+    """T5 with its padding, which the denoiser attends to, and CLIP's pooled output. The denoiser takes guidance."""
 
     name = "flux"
     pipeline_name = "FluxPipeline"
@@ -75,7 +75,7 @@ class Flux(PackedFamily):
         if denoiser.config.guidance_embeds:
             guidance = torch.full([len(noisy)], _GUIDANCE, device=noisy.device, dtype=torch.float32)
         ids = [image_ids(noisy)]
-        # As FluxKontextPipeline has it, which takes one: the first has 1.
+        # Like FluxKontextPipeline, which takes one control image and numbers it 1.
         for control in control_latents(batch, noisy):
             ids.append(image_ids(control))
             ids[-1][:, 0] = len(ids) - 1

@@ -1,4 +1,4 @@
-"""FLUX.2 klein: 4B and 9B, the base models and the distilled ones. `families/flux2_dev.py` is FLUX.2 dev."""
+"""FLUX.2 klein 4B and 9B, base and distilled models. FLUX.2 dev is in `families/flux2_dev.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from latentcache.families.parts import KL_SETTINGS, QWEN3_SETTINGS, VAE_WEIGHTS,
 from latentcache.families.scaling import patchified
 
 _GUIDANCE = 3.5
-"""While training, where guidance is distilled: the default of diffusers' train_dreambooth_lora_flux2.py."""
+"""Distilled guidance during training: the default of diffusers' train_dreambooth_lora_flux2.py."""
 _VAE_SETTINGS = (*KL_SETTINGS, "decoder_block_out_channels", "patch_size")
 _RENAMED = ("encoder.quant_conv.", "quant_conv."), ("decoder.post_quant_conv.", "post_quant_conv.")
-"""Of the VAE's weights in the layout of its authors; the others' names are those of AutoencoderKL's."""
+"""VAE weights whose names in the authors' layout differ from AutoencoderKL's."""
 
 
-class _WithoutStatistics:  # no module, as the pipeline runs on the device of its first one
-    """Stands in for the VAE in a pipeline: `output_type="latent"` is scaled then."""
+class _WithoutStatistics:  # not a Module: the pipeline runs on the device of its first module
+    """Stand-in for a pipeline's VAE with identity statistics, so that `output_type="latent"` stays scaled."""
 
     def __init__(self, channels: int):
         self.bn = SimpleNamespace(running_mean=torch.zeros(channels), running_var=torch.ones(channels))
@@ -30,9 +30,9 @@ class _WithoutStatistics:  # no module, as the pipeline runs on the device of it
 
 
 class Flux2(Family):
-    """Three layers of an LLM, joined for each of 512 tokens: padding too, to which the denoiser attends.
+    """Three LLM layers, concatenated for each of 512 tokens including padding, which the denoiser attends to.
 
-    Latents are scaled by statistics of the VAE, 2x2 patches as channels: [B, 4C, h, w]. Images are encoded by the
+    Latents are scaled by the VAE's statistics, with 2x2 patches as channels: [B, 4C, h, w]. Images are encoded to the
     posterior's mean, as in diffusers' train_dreambooth_lora_flux2.py.
     """
 
@@ -42,12 +42,12 @@ class Flux2(Family):
     pipeline_settings: ClassVar[tuple[str, ...]] = ("is_distilled",)
     repositories: ClassVar[tuple[str, ...]] = ("black-forest-labs/FLUX.2-klein-base-9B",)
     layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
-    """Of the encoder's hidden states, 0 being its embeddings: the pipeline's `text_encoder_out_layers`."""
+    """Indices of the hidden states to read, 0 being the embeddings: the pipeline's `text_encoder_out_layers`."""
     stack: ClassVar[str] = "model.layers"
-    """Where its layers lie."""
+    """Module path of the encoder's layers."""
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS, _VAE_SETTINGS, "AutoencoderKL", _RENAMED),
-        # A hidden state is the output of the layer before it; those above are not read.
+        # A hidden state is the output of the layer before it. Later layers are not read.
         "text_encoder": Part(
             "text_encoder", "transformers.Qwen3ForCausalLM", layers_below("model.", max(layers)), QWEN3_SETTINGS
         ),
@@ -71,7 +71,7 @@ class Flux2(Family):
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        """As `_get_qwen3_prompt_embeds` of the pipeline renders it: without an instruction, and without thinking."""
+        """Like the pipeline's `_get_qwen3_prompt_embeds`: no system prompt, thinking off."""
         return user_turn(parts["tokenizer"], text, enable_thinking=False)
 
     @override
@@ -107,7 +107,7 @@ class Flux2(Family):
 
     @override
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Scaled latents [B, 4C, h, w] of [B, C, 2h, 2w], of which `pipeline` undid the scaling by 0 and 1 alone."""
+        """Scaled latents [B, 4C, h, w] from [B, C, 2h, 2w], which `pipeline` left scaled: see _WithoutStatistics."""
         return patchified(latents)
 
 

@@ -1,4 +1,4 @@
-"""FLUX.2 dev: FLUX.2 with Mistral as its text encoder, and with guidance as an input of the denoiser."""
+"""FLUX.2 dev: FLUX.2 with Mistral as its text encoder and guidance as an input of the denoiser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
 class Flux2Dev(Flux2):
     """Mistral reads the text after a system prompt, whose rows are kept.
 
-    The model's folder holds a processor, which cannot be made without torchvision. Texts alone need its tokenizer only.
+    The model's folder holds a processor, which needs torchvision. Here only its tokenizer is loaded.
     """
 
     name = "flux2-dev"
@@ -51,7 +51,7 @@ class Flux2Dev(Flux2):
 
     @override
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Scaled latents [B, 4C, h, w] of the pipeline's tokens [B, h * w, 4C]."""
+        """Scaled latents [B, 4C, h, w] from the pipeline's tokens [B, h * w, 4C]."""
         pixels = 2 * self.latent.downscale
         return latents.transpose(1, 2).reshape(len(latents), -1, height // pixels, width // pixels)
 

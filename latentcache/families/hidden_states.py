@@ -1,6 +1,6 @@
-"""Hidden states of a text encoder, taken at modules that the family names.
+"""Hidden states of a text encoder, captured at modules that the family names.
 
-A pipeline of diffusers reads them by their index, whose meaning is transformers' own: since 5.0 the last one is normed.
+diffusers' pipelines read them by index, whose meaning depends on transformers: since 5.0 the last one is normalised.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from latentcache.errors import ModelError
 
 
 class _AllRead(Exception):
-    """What follows in the encoder is not read."""
+    """Raised to skip the rest of the encoder once every state is captured."""
 
 
 class HiddenStates:
-    """Stands in for a text encoder in a pipeline: `hidden_states[k]` is the output of the module that is named for k.
+    """Stand-in for a pipeline's text encoder: `hidden_states[k]` is the output of the module named for k.
 
-    `modules`: k -> the end of the module's name, so that a model with a head around the encoder serves as well.
-    ModelError if none or several end so. The encoder runs up to the last of these modules, without keys and values
-    for further tokens, and uncompiled. It keeps these states alone: a deep encoder would hold as many as it has layers.
+    `modules` maps k to the end of a module's name, so an encoder inside a larger model works too. ModelError if not
+    exactly one name ends like this. The encoder runs only up to the last of these modules, without a KV cache and
+    uncompiled. Only these states are kept in memory, not one per layer.
     """
 
     def __init__(self, encoder: Any, modules: Mapping[int, str]):
@@ -35,13 +35,13 @@ class HiddenStates:
             if len(found) != 1:
                 raise ModelError(
                     f"text_encoder: {len(found)} modules of {type(encoder).__name__} have names that end in {end!r}, "
-                    "but one is needed. Give an encoder of the class that the family names.",
+                    "but exactly one is needed. Pass an encoder of the class that the family names.",
                     part="text_encoder",
                 )
             self._modules[index] = found[0]
 
     def __call__(self, **options: Any) -> Any:
-        """Run the encoder with the arguments of its `forward`, and return its output: `hidden_states` alone."""
+        """Run the encoder's `forward` with these arguments, and return an output with `hidden_states` only."""
         states: dict[int, torch.Tensor] = {}
 
         def keep(index: int) -> Any:
@@ -54,7 +54,7 @@ class HiddenStates:
 
         hooks = [module.register_forward_hook(keep(index)) for index, module in self._modules.items()]
         try:
-            # Not the call, which may be compiled: a graph would go on with the hooks that it was made with.
+            # Not __call__, which may be compiled: a compiled graph would ignore these hooks.
             self._encoder.forward(**{**options, "output_hidden_states": False, "use_cache": False})
         except _AllRead:
             return SimpleNamespace(hidden_states=states)
@@ -62,8 +62,8 @@ class HiddenStates:
             for each in hooks:
                 each.remove()
         raise ModelError(
-            f"text_encoder: {type(self._encoder).__name__} ran without {len(self._modules) - len(states)} of the "
-            "modules whose outputs are read. Give it as it was loaded, with none of its layers compiled or replaced.",
+            f"text_encoder: {type(self._encoder).__name__} did not run {len(self._modules) - len(states)} of the "
+            "modules whose outputs are read. Pass it as it was loaded, without compiled or replaced layers.",
             part="text_encoder",
         )
 

@@ -1,4 +1,4 @@
-"""Ideogram 4. Its VAE is FLUX.2's with statistics of its own, in another order of channels."""
+"""Ideogram 4. Its VAE is FLUX.2's with its own statistics, in a different channel order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from latentcache.families.parts import LLM_SETTINGS, Part, layers_below
 from latentcache.types import Padding
 
 _LAYERS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 35)
-"""Decoder layers whose outputs are joined, feature by feature: `QWEN3_VL_ACTIVATION_LAYERS` of the pipeline."""
+"""Decoder layers whose outputs are interleaved by feature: the pipeline's `QWEN3_VL_ACTIVATION_LAYERS`."""
 _BLOCK = 128
-"""Texts are read, and given to the denoiser, in multiples of so many rows: any longer padding gives the same rows."""
+"""Texts are padded to a multiple of this many rows. More padding gives the same rows."""
 
 
 class _NoGuidance:
-    """Stands in for the model's transformer without text, whose part is 0 where guidance is 1."""
+    """Stand-in for the model's unconditional transformer, whose weight is 0 at guidance 1."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -43,10 +43,10 @@ class _NoGuidance:
 
 
 class Ideogram4(Family):
-    """Thirteen layers of Qwen3-VL for each token, feature by feature, and FLUX.2's VAE with statistics of the model.
+    """Thirteen layers of Qwen3-VL per token, interleaved by feature, and FLUX.2's VAE with the model's statistics.
 
-    Latents are scaled in FLUX.2's layout, and the denoiser gets their channels in its own order. There is no negative
-    prompt: guidance needs the model's second transformer.
+    Latents are scaled in FLUX.2's layout, and reordered to the denoiser's channel order when it is called. There is no
+    negative prompt: guidance needs the model's second transformer.
     """
 
     name = "ideogram4"
@@ -67,13 +67,13 @@ class Ideogram4(Family):
     recipe = {"layers": " ".join(map(str, _LAYERS))}
     template_needs_tokenizer, can_keep_padding = True, False
     no_guidance = math.inf
-    # As train_dreambooth_lora_ideogram4.py at 1024x1024, where the mean is log(2).
+    # Like train_dreambooth_lora_ideogram4.py at 1024x1024, where the mean is log(2).
     timesteps = TimestepSampling("logit_normal", shift=2.0, deviation=1.5)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """As `Family.pipeline`. Without a text encoder its prompts are rows of texts: see `text_kwargs`."""
+        """Like `Family.pipeline`. Without a text encoder, prompts are rows of encoded texts: see `text_kwargs`."""
         if (denoiser := parts.get("transformer")) is not None:
             parts.setdefault("unconditional_transformer", _NoGuidance(denoiser.dtype))
         made = super().pipeline(**parts)
@@ -87,11 +87,11 @@ class Ideogram4(Family):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        # The pipeline refuses a text that is too long.
+        # Truncated here: the pipeline raises for a long text.
         encoder, tokenizer, length = parts["text_encoder"], parts["tokenizer"], recipe["max_length"]
         cutting: Any = partial(tokenizer, truncation=True, max_length=length)
         cutting.apply_chat_template = tokenizer.apply_chat_template
-        # With a row of padding at least: without a mask the last bits differ.
+        # At least one row of padding: without a mask the last bits differ.
         length = min(length, _BLOCK * (max(text.num_tokens for text in texts) // _BLOCK + 1))
         pipeline = self.pipeline(text_encoder=encoder, tokenizer=cutting)
         embeds, _, _, roles = pipeline.encode_prompt([text.text for text in texts], 0, 0, length, encoder.device)
@@ -99,18 +99,18 @@ class Ideogram4(Family):
 
     @override
     def batch_statistics(self, vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Family.batch_statistics`, in FLUX.2's order. ModelError for a VAE that has them in it: FLUX.2's own."""
+        """Like `Family.batch_statistics`, in FLUX.2's order. ModelError for FLUX.2's own VAE, already in that order."""
         means, deviations = super().batch_statistics(vae)
-        # At the four places of a patch a channel has nearly the same mean.
+        # A channel has nearly the same mean at all four places of a patch, which reveals the order.
         if means.view(4, -1).std(0).mean() > means.view(-1, 4).std(1).mean():
-            met = "the statistics that its latents are scaled by (bn) are FLUX.2's, as flux2-vae.safetensors has them"
+            met = "its statistics (bn) for scaling latents are those of FLUX.2, as in flux2-vae.safetensors"
             raise ModelError(f"vae: {met}. Set model.vae to null or to the model's own.", part="vae")
         return means.view(4, -1).T.flatten(), deviations.view(4, -1).T.flatten()
 
     def _encoded_rows(
         self, prompt: Sequence[torch.Tensor], grid_h: int, grid_w: int, max_sequence_length: int, device: Any
     ) -> tuple[torch.Tensor, ...]:
-        """What `encode_prompt` of the pipeline returns, for texts [n, D] that were encoded before."""
+        """What the pipeline's `encode_prompt` returns, for already encoded texts [n, D]."""
         lengths, pad = [len(each) for each in prompt], torch.nn.functional.pad
         rows = [pad(each, (0, 0, max_sequence_length - len(each), grid_h * grid_w)) for each in prompt]
         ids = self.pipeline_class._prepare_ids(lengths, grid_h, grid_w, max_sequence_length, device)
@@ -127,7 +127,7 @@ class Ideogram4(Family):
     def predict(
         self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
     ) -> torch.Tensor:
-        """As `Family.predict`. Its own time runs from noise (0) to image (1), and so does its velocity."""
+        """Like `Family.predict`. The model's time runs from noise (0) to image (1), so its velocity is negated."""
         conditions = self.conditions(denoiser, noisy, batch)
         tokens = noisy.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1, 2).flatten(2).transpose(1, 2)
         length = conditions["indicator"].shape[1] - tokens.shape[1]
@@ -143,7 +143,7 @@ class Ideogram4(Family):
 
     @override
     def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
-        """As `Family.guidance_kwargs`. ConfigError for guidance: the second transformer is not at hand."""
+        """Like `Family.guidance_kwargs`. ConfigError for guidance: the second transformer is not loaded."""
         if guidance_scale > 1:
             message = f"guidance_scale is {guidance_scale:g}, but that needs a second transformer; set it to 1.0"
             raise ConfigError(message, key="validation.guidance_scale")
@@ -156,7 +156,7 @@ class Ideogram4(Family):
 
 
 def _in_layout(tokens: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Tokens [B, S, 4C], channels by (row, column, channel) of a patch, as FLUX.2 has them: [B, 4C, h, w]."""
+    """Tokens [B, S, 4C] with channels ordered (row, column, channel) -> FLUX.2's layout [B, 4C, h, w]."""
     channels: torch.Tensor = tokens.unflatten(2, (4, -1)).transpose(2, 3).flatten(2)
     return channels.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
 

@@ -1,4 +1,4 @@
-"""Ideogram 4 with texts behind the denoiser's own projection of them: 9 KB a token in place of 104 KB."""
+"""Ideogram 4 with texts stored after the denoiser's own text projection: 9 KB per token instead of 104 KB."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LAYERS = ("llm_cond_norm", "llm_cond_proj")
 
 
 class Ideogram4Projected(Ideogram4):
-    """Texts as the denoiser adds them to its sequence: normed and projected by its own first two layers for them.
+    """Texts as they enter the denoiser's sequence: normalised and projected by its own two text layers.
 
-    These two are frozen, and part of the key. In `predict` and in `pipeline` they return what they are given.
+    These layers are frozen and part of the key. In `predict` and `pipeline` they pass their input through.
     """
 
     name = "ideogram4-projected"
     whole = _WHOLE
     parts = {
         **Ideogram4.parts,
-        # The denoiser without its blocks.
+        # The denoiser without its transformer blocks.
         "projection": Part(
             "text_encoder",
             Ideogram4.denoiser_class,
@@ -57,13 +57,13 @@ class Ideogram4Projected(Ideogram4):
     def predict(
         self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Predict from projected texts. ModelError for a denoiser whose projection is trained or has adapters."""
+        """Like `Family.predict`. ModelError for a denoiser whose projection is trained or has adapters."""
         with _projecting_nothing(denoiser):
             return super().predict(denoiser, noisy, timesteps, batch)
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """Ideogram 4's pipeline; with a denoiser it is a function, which takes projected rows of texts."""
+        """Ideogram 4's pipeline. With a denoiser it is a function that takes projected texts."""
         made = super().pipeline(**parts)
         if "transformer" not in parts:
             return made
@@ -77,30 +77,30 @@ class Ideogram4Projected(Ideogram4):
 
 @contextmanager
 def _projecting_nothing(denoiser: Any) -> Iterator[None]:
-    """While inside, the denoiser's layers for texts return what they are given. It may be wrapped.
+    """While inside, the denoiser's text layers pass their input through. The denoiser may be wrapped.
 
-    Raises ModelError unless it has both layers, frozen: texts were projected before, and a change would have no effect.
+    Raises ModelError unless both layers exist and are frozen: training them has no effect on projected texts.
     """
     layers = [layer for name, layer in denoiser.named_modules() if name.rpartition(".")[2] in _LAYERS]
     if len(layers) != len(_LAYERS):
         raise ModelError(
-            f"transformer: it lacks one of {', '.join(_LAYERS)}. Give the model's own.", part="transformer"
+            f"transformer: it lacks one of {', '.join(_LAYERS)}. Pass the model's own.", part="transformer"
         )
     names, weights = " or ".join(_LAYERS), [[*layer.parameters()] for layer in layers]
     if not all(weights):
         raise ModelError(
-            f"transformer: {names} has no parameter of its own, so that nothing shows whether it is trained. Shard "
-            "the model with fully_shard, or with use_orig_params=True.",
+            f"transformer: {names} has no parameters of its own, so nothing shows whether it is trained. Shard the "
+            "model with fully_shard, or with use_orig_params=True.",
             part="transformer",
         )
     has_adapters = any(len([*layer.modules()]) > 1 for layer in layers)
     if has_adapters or any(each.requires_grad for own in weights for each in own):
         raise ModelError(
-            f"transformer: {names} is trained or has adapters, which changes no text that is cached behind it. Freeze "
-            f"it (requires_grad_(False)) and leave it out of the LoRA's targets, or set model.family to {_WHOLE}.",
+            f"transformer: {names} is trained or has adapters, but cached texts were projected before. Freeze it "
+            f"(requires_grad_(False)) and leave it out of the LoRA's targets, or set model.family to {_WHOLE}.",
             part="transformer",
         )
-    before = [vars(layer).get("forward") for layer in layers]  # a hook of accelerate or diffusers puts its own there
+    before = [vars(layer).get("forward") for layer in layers]  # hooks of accelerate and diffusers set it
     try:
         for layer in layers:
             layer.forward = _unchanged

@@ -1,4 +1,4 @@
-"""Krea 2: the base model and the distilled one."""
+"""Krea 2, base and distilled."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from latentcache.families.qwen_image import NUM_DROPPED, QwenImage, check_prefix
 from latentcache.types import Padding
 
 _LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
-"""Of the encoder's hidden states, 0 being its embeddings: `text_encoder_select_layers` of the pipeline."""
+"""Indices of the hidden states to read, 0 being the embeddings: the pipeline's `text_encoder_select_layers`."""
 _NUM_SUFFIX = 5
-"""Tokens of the template after the text: the encoder reads them after the padding."""
+"""Template tokens after the text. The encoder reads them after the padding."""
 _PREFIX, _SUFFIX = "prompt_template_encode_prefix", "prompt_template_encode_suffix"
-"""Attributes of the pipeline: what it puts before a text and after it."""
+"""Pipeline attributes with the template before and after a text."""
 
 
 class Krea2(PackedFamily):
-    """Twelve layers of Qwen3-VL for each token, and the VAE of Qwen-Image. Guidance is off at 0.
+    """Twelve layers of Qwen3-VL per token, and the VAE of Qwen-Image. Guidance is off at 0.
 
-    An entry has the rows of the text and of the suffix, [n, 12, D]. A batch has the pipeline's layout: zeros before the
-    suffix up to `max_length` rows. Zeros elsewhere, or fewer of them, change the order of additions: 8e-6.
+    Entries have the rows of the text and the suffix, [n, 12, D]. Batches have the pipeline's layout, with zeros before
+    the suffix up to `max_length` rows. Other padding changes the order of summation: differences of 8e-6.
     """
 
     name = "krea2"
@@ -40,7 +40,7 @@ class Krea2(PackedFamily):
     }
     parts = {
         "vae": QwenImage.parts["vae"],
-        # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
+        # A hidden state is the output of the layer before it. The last one, which is normalised, is not read.
         "text_encoder": Part(
             "text_encoder", "transformers.Qwen3VLModel", layers_below("language_model.", max(_LAYERS)), LLM_SETTINGS
         ),
@@ -56,7 +56,7 @@ class Krea2(PackedFamily):
 
     @override
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding:
-        """To one length, so that a negative prompt has that of the positive: the pipeline needs it."""
+        """To one length: the pipeline needs prompt and negative prompt to be equally long."""
         return Padding(recipe["max_length"], num_last=_NUM_SUFFIX)
 
     @override
@@ -65,9 +65,9 @@ class Krea2(PackedFamily):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
+        """Like `Family.encode_text`. ModelError as from `check_prefix`."""
         check_prefix(parts["tokenizer"], template(self, _PREFIX))
-        # The pipeline states the positions, which skip the padding: without them the rows of the suffix would differ.
+        # The pipeline passes positions that skip the padding: without them the rows of the suffix would differ.
         embeds, mask = self.pipeline_texts(
             parts, texts, recipe, {layer: f"language_model.layers.{layer - 1}" for layer in _LAYERS}
         )

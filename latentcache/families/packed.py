@@ -1,4 +1,4 @@
-"""Denoisers that take latents as tokens: each 2x2 patch is one, as FLUX.1 does it and others after it.
+"""Denoisers that take latents as tokens, one per 2x2 patch, like FLUX.1.
 
 Legend: B items, C latent channels, h and w latent rows and columns, S = h/2 * w/2 tokens.
 """
@@ -21,22 +21,22 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[B, S, 4C] -> [B, C, h, w] of these rows and columns."""
+    """[B, S, 4C] -> [B, C, h, w], the inverse of `packed`."""
     rows = tokens.transpose(1, 2).reshape(len(tokens), -1, height // 2, width // 2)
     return unpatchified(rows)
 
 
 def control_latents(batch: Mapping[str, Any], noisy: torch.Tensor) -> list[torch.Tensor]:
-    """The scaled latents of the batch's control images, in their order, in the dtype of the noisy ones [B, C, h, w]."""
+    """The batch's scaled control latents, in order, with the dtype and number of dimensions of `noisy`."""
     found: list[torch.Tensor] = []
     while (name := f"control_latents_{len(found) + 1}") in batch:
         latents = batch[name].to(noisy.dtype)
-        found.append(latents.squeeze(2) if latents.ndim > noisy.ndim else latents)  # one of a video VAE has one frame
+        found.append(latents.squeeze(2) if latents.ndim > noisy.ndim else latents)  # a video VAE's single frame
     return found
 
 
 class PackedFamily(Family):
-    """A family whose denoiser takes tokens of patches, and timesteps from 0 to 1. It may have frames: one an image."""
+    """A family whose denoiser takes patches as tokens, and timesteps from 0 to 1. With frames, one per image."""
 
     patch = 2
 
@@ -61,12 +61,12 @@ class PackedFamily(Family):
 
 
 def image_ids(latents: torch.Tensor) -> torch.Tensor:
-    """Rows and columns of the tokens of latents [B, C, h, w]: [S, 3], as `FluxPipeline._prepare_latent_image_ids`."""
+    """Position ids [S, 3] of the tokens of latents [B, C, h, w], as in `FluxPipeline._prepare_latent_image_ids`."""
     rows, columns = (torch.arange(side // 2, device=latents.device) for side in latents.shape[-2:])
     places = torch.cartesian_prod(rows, columns)
     return torch.nn.functional.pad(places, (1, 0)).to(latents.dtype)
 
 
 def text_ids(embeds: torch.Tensor) -> torch.Tensor:
-    """Zeros [L, 3] for the rows of texts [B, L, D]."""
+    """Position ids [L, 3] of texts [B, L, D], all zero."""
     return torch.zeros(embeds.shape[1], 3, device=embeds.device, dtype=embeds.dtype)

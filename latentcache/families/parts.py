@@ -1,4 +1,4 @@
-"""What a family says of the parts of its models (classes, weights and settings that count), and what trainers write."""
+"""How a family describes the parts of its models (classes, weights, settings), and other trainers' files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ Role = Literal["vae", "text_encoder", "tokenizer", "image_encoder", "image_proce
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a model. `class_name` names its library too, as `diffusers.AutoencoderKL`.
+    """One part of a model. `class_name` includes the library, as in `diffusers.AutoencoderKL`.
 
-    `weights` are the first parts of the names of those weights that its outputs depend on. `settings` are the names of
-    those settings of its config, as `text_config.hidden_act`, but for what shapes of weights show; of a processor those
-    by which it reads images. A file in the layout of the model's authors is converted as one of the class `layout`,
-    with these first parts of names `renamed`; by default as one of its own class. `needs` is a package that the class
-    cannot be made without. `inside` is how its names begin in a file of the denoiser, which has it inside.
-    `rule` is how statistics of a VAE of video scale its latents. An `optional` part is one that some of the family's
-    models have. A part of another one, as the first layers of a denoiser, has that one's `folder`: it is a
-    module of the same class with settings `changed`, and of the folder's weights it has its own.
+    `weights` are name prefixes of the weights that its outputs depend on. `settings` are the config settings that they
+    depend on, such as `text_config.hidden_act`, except those implied by weight shapes; for a processor, the settings
+    for reading images. A file in the authors' layout is converted as class `layout` (default: its own class), after
+    name prefixes are `renamed`. `needs` is a package that the class requires. `inside` is its name prefix in a denoiser
+    file that includes it. `rule` is how a video VAE's statistics scale latents. An `optional` part is missing in some
+    of the family's models. A part of another part, such as a denoiser's first layers, names that one's `folder`: it
+    has the same class with settings `changed`, and loads its own share of the folder's weights.
     """
 
     role: Role
@@ -47,7 +46,7 @@ class Part:
 
 
 def class_named(name: str) -> Any:
-    """The class of this name, which begins with its library: `diffusers.AutoencoderKL`. ModelError if it has none."""
+    """The class with this name, for example `diffusers.AutoencoderKL`. ModelError if the library lacks it."""
     library, _, own = name.partition(".")
     module = importlib.import_module(library)
     if not hasattr(module, own):
@@ -60,7 +59,7 @@ T5_SETTINGS = (
     *("d_kv", "dense_act_fn", "is_gated_act", "layer_norm_epsilon", "num_heads"),
     *("relative_attention_max_distance", "relative_attention_num_buckets"),
 )
-"""Settings of an encoder of T5 or UMT5 that its outputs depend on (transformers' modeling_t5.py)."""
+"""Settings that the outputs of a T5 or UMT5 encoder depend on (transformers' modeling_t5.py)."""
 LLM_SETTINGS = tuple(
     f"text_config.{name}"
     for name in (
@@ -68,7 +67,7 @@ LLM_SETTINGS = tuple(
         *("rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window"),
     )
 )
-"""The same of the language model of Qwen2.5-VL, Qwen3-VL and Mistral 3 (transformers' modeling files of these)."""
+"""The same for the language models in Qwen2.5-VL, Qwen3-VL and Mistral 3."""
 
 QWEN3_SETTINGS = (
     *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -76,22 +75,22 @@ QWEN3_SETTINGS = (
     *("rms_norm_eps", "use_cache", "tie_word_embeddings", "rope_parameters", "attention_bias", "use_sliding_window"),
     *("sliding_window", "max_window_layers", "layer_types", "pad_token_id", "bos_token_id", "eos_token_id"),
 )
-"""Settings of a Qwen3. With those that change nothing: their keys were made so."""
+"""Settings of a Qwen3, including ones without effect, for the sake of existing keys."""
 
 
 def layers_below(stack: str, number: int) -> tuple[str, ...]:
-    """How the weights of a language model are named that states below this layer depend on: `stack` comes first."""
+    """Name prefixes of a language model's embeddings and first `number` layers, each after `stack`."""
     return (f"{stack}embed_tokens.", *(f"{stack}layers.{layer}." for layer in range(number)))
 
 
 VAE_WEIGHTS = ("encoder.", "quant_conv.")
-"""Of a VAE only these make latents. A finetuned decoder gives the same latents."""
+"""The VAE weights that make latents. A finetuned decoder does not change latents."""
 KL_SETTINGS = (
     *("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "act_fn", "latent_channels"),
     *("norm_num_groups", "use_quant_conv", "mid_block_add_attention"),
 )
 KL_VAE = Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS, KL_SETTINGS)
-"""An AutoencoderKL. How its latents are scaled is a field of its own in an identity."""
+"""An AutoencoderKL. How its latents are scaled is a separate field of an identity."""
 
 
 FLUX_VAE = Scaling(0.3611, 0.1159)
@@ -106,17 +105,17 @@ WAN_VAE = Scaling(
         *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916),
     ),
 )
-"""The defaults of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are the same."""
+"""The defaults of both AutoencoderKLWan and AutoencoderKLQwenImage in diffusers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerFiles:
-    """How the cache of another trainer has this family.
+    """How another trainer's cache stores this family.
 
-    The names of files say `architecture`, and the metadata `title`, where there is some. `is_scaled`: latents are. The
-    names of texts' files end with `text_suffix`, and `texts` maps the names in them to fields. `has_resolutions`: names
-    in files of latents end with the resolution. `has_mask`: that in a file of a text says which rows are padding.
-    `needs_control`: the trainer trains it with a control image only.
+    `architecture` is in file names, and `title` in the metadata, if any. `is_scaled`: latents are stored scaled. Text
+    files end with `text_suffix`, and `texts` maps their tensor names to fields. `has_resolutions`: tensor names in
+    latent files end with the resolution. `has_mask`: the mask in a text file says which rows are padding.
+    `needs_control`: the trainer requires a control image for it.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Qwen-Image, with what was finetuned from it."""
+"""Qwen-Image and finetunes of it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _VAE_SETTINGS = (
     "input_channels",
 )
 NUM_DROPPED = 34
-"""Tokens of the system prompt, whose rows the pipeline drops."""
+"""Number of system prompt tokens, whose rows the pipeline drops."""
 STATES = {-1: "language_model.norm"}
-"""The hidden state that the pipeline reads, and the module whose output it is."""
+"""The hidden state that the pipeline reads, and the module that outputs it."""
 PLACEHOLDER = re.compile(r"<\|(image|video)_pad\|>")
-"""In a caption it would stand for an image that is not there, and a processor would fail."""
+"""Image placeholders, removed from captions: a processor would fail for lack of the image."""
 
 
 class QwenImage(PackedFamily):
     """The last layer of Qwen2.5-VL, after its norm, without the system prompt's rows; latents with one frame.
 
-    The pipeline pads a batch to its longest text, so the values of a text depend on the others of its batch: by 8e-7 on
-    the CPU in float32. There latentcache encodes texts one by one, and several at once on an accelerator.
+    The pipeline pads to the longest text, so a text's values depend on the rest of its batch, by 8e-7 on the CPU in
+    float32. Texts are therefore encoded one by one on the CPU, and in batches on an accelerator.
     """
 
     name = "qwen-image"
@@ -70,7 +70,7 @@ class QwenImage(PackedFamily):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
+        """Like `Family.encode_text`. ModelError as from `check_prefix`."""
         check_prefix(parts["tokenizer"], template(self).partition("{}")[0])
         embeds, mask = self.pipeline_texts(parts, texts, recipe, STATES)
         mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
@@ -93,23 +93,23 @@ class QwenImage(PackedFamily):
 
 @cache
 def template(family: Family, name: str = "prompt_template_encode") -> str:
-    """A part of a chat template of the family's pipeline; in the whole one `{}` stands for the text."""
+    """A chat template, or part of one, of the family's pipeline; `{}` stands for the text."""
     return str(getattr(family.pipeline(), name))
 
 
 def needed_mask(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """The mask of the batch's texts [B, L]; None where all rows are of texts, as the pipeline has it."""
+    """The mask of the batch's texts [B, L]; None if nothing is padding, as in the pipeline."""
     mask: torch.Tensor | None = batch.get(f"prompt_embeds{MASK}")
     return None if mask is None or bool(mask.all()) else mask
 
 
 def check_prefix(tokenizer: Any, prefix: str, num_dropped: int = NUM_DROPPED) -> None:
-    """Raise ModelError if the system prompt has not so many tokens: its rows would be taken as the text's."""
+    """ModelError unless the system prompt has `num_dropped` tokens: others would pass for rows of the text."""
     found = len(tokenizer(prefix).input_ids)
     if found != num_dropped:
         raise ModelError(
-            f"tokenizer: it cuts the system prompt into {found} tokens, but the pipeline drops {num_dropped}. Name the "
-            "tokenizer of the model.",
+            f"tokenizer: it splits the system prompt into {found} tokens, but the pipeline drops {num_dropped}. Use "
+            "the model's own tokenizer.",
             part="tokenizer",
         )
 

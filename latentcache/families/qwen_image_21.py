@@ -24,7 +24,7 @@ _TEMPLATE = "prompt_template_t2i"
 
 
 class _NoProcessor:
-    """What the pipeline asks a processor for when it is made: its answers are read with texts alone."""
+    """Stand-in for the processor that the pipeline needs when it is created."""
 
     tokenizer = SimpleNamespace(encode=lambda *_: [0])
     apply_chat_template = staticmethod(lambda *_, **__: [[0]])
@@ -33,8 +33,8 @@ class _NoProcessor:
 class QwenImage21(Family):
     """The last layer of Qwen3-VL before its norm, without the system turn's rows; latents with one frame.
 
-    The VAE has 16 pixels a row, and a fourth channel of images, which is opaque. The denoiser places the image after
-    the longest text of a batch, so that an item would depend on the others: texts of one length are run together.
+    The VAE downscales by 16 and takes a fourth image channel, which is set to opaque. The denoiser places the image
+    after the longest text of a batch, so items would depend on each other: only texts of equal length run together.
     """
 
     name = "qwen-image-21"
@@ -69,7 +69,7 @@ class QwenImage21(Family):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`. ModelError if the system turn is of another number of tokens than are dropped."""
+        """Like `Family.encode_text`. ModelError as from `check_prefix`."""
         pipeline = self.text_pipeline(parts)
         prompts = [PLACEHOLDER.sub("", text.text) for text in texts]
         embeds, mask, _ = pipeline.encode_prompt(prompts, device=parts["text_encoder"].device)
@@ -77,7 +77,7 @@ class QwenImage21(Family):
         return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.bool()}
 
     def text_pipeline(self, parts: Mapping[str, Any]) -> Any:
-        """The pipeline that encodes texts. It takes out the norm, so that the last state is that of the last layer."""
+        """The pipeline for encoding texts. It disables the final norm, so the last state is the last layer's output."""
         encoder, processor = parts["text_encoder"], parts["processor"]
         last = encoder.config.get_text_config().num_hidden_layers - 1
         states = HiddenStates(encoder, {-1: f"language_model.layers.{last}"})
@@ -88,7 +88,7 @@ class QwenImage21(Family):
 
     @override
     def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """With an opaque fourth channel."""
+        """Like `Family.encode_image`, with an opaque fourth channel."""
         return super().encode_image(vae, torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))
 
     @override

@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1 as an editor: the checkpoint of text to image, whose texts are read with control images."""
+"""Qwen-Image 2.1 as an editor: the text-to-image checkpoint, with texts read together with control images."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ENCODER = QwenImage21.parts["text_encoder"]
 
 
 class QwenImage21Edit(EditTexts, QwenImage21):
-    """Qwen3-VL reads the control images as they are cached, then the text. Their means are tokens among those of it.
+    """Qwen3-VL reads the control images in their cached size, then the text. Their latents are tokens in the text.
 
-    The denoiser puts them where the encoder had each image, over its rows there: they are not stored. `image_slots` has
-    the number of rows before each image. A folder of the model is taken as text to image: set `model.family`.
+    The denoiser puts them in place of the encoder's rows for each image, so these rows are not stored. `image_slots`
+    has the number of rows before each image. A model folder is detected as text to image: set `model.family`.
     """
 
     name = "qwen-image-21-edit"
@@ -49,7 +49,7 @@ class QwenImage21Edit(EditTexts, QwenImage21):
         for text in texts:
             embeds, _, [is_slot] = pipeline.encode_prompt([text.text], [*text.pictures] or None, device)
             rows.append(embeds[0, ~is_slot])
-            places.append((~is_slot).cumsum(0)[is_slot & ~is_slot.roll(1)])  # no text begins with a slot
+            places.append((~is_slot).cumsum(0)[is_slot & ~is_slot.roll(1)])  # no text starts with a slot
         return padded(rows) | padded(places, "image_slots")
 
     @override
@@ -58,7 +58,7 @@ class QwenImage21Edit(EditTexts, QwenImage21):
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Family.conditions`. ModelError where the texts were read with another number of images."""
+        """Like `Family.conditions`. ModelError if the texts were read with a different number of images."""
         made, controls = super().conditions(denoiser, noisy, batch), control_latents(batch, noisy)
         embeds, is_slot = _with_slots(batch, controls)
         target = made["img_mask"][:, batch["prompt_embeds"].shape[1] :]
@@ -76,14 +76,14 @@ class QwenImage21Edit(EditTexts, QwenImage21):
 
 
 def _with_slots(batch: Mapping[str, Any], controls: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The texts of a batch with a row of zeros for each token of its control images, and which rows these are.
+    """The texts of a batch with a zero row for each token of its control images, and the mask of these rows.
 
-    [B, L, D] and bool [B, L]. ModelError unless all texts have these images at the same places.
+    [B, L, D] and bool [B, L]. ModelError unless all texts have these images in the same places.
     """
     embeds, (places, *others) = batch["prompt_embeds"], batch["image_slots"].tolist()
     if any(each != places for each in others):
-        met = f"texts of one batch have their images after {places} and after other rows"
-        raise ModelError(f"text_encoder: {met}, which one call of the denoiser cannot have.", part="text_encoder")
+        met = f"texts of one batch have their images at different rows, e.g. {places}"
+        raise ModelError(f"text_encoder: {met}. Use a batch size of 1.", part="text_encoder")
     if len(places) != len(controls):
         met = f"the texts were read with {len(places)} control images, but the batch has {len(controls)}"
         raise ModelError(f"text_encoder: {met}. Run `latentcache precache CONFIG` again.", part="text_encoder")

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit 2509 and 2511, whose text encoder reads a caption together with the sample's control images."""
+"""Qwen-Image-Edit 2509 and 2511, whose text encoder reads each caption together with its control images."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from latentcache.families.parts import LLM_SETTINGS, Part
 from latentcache.families.qwen_image import PLACEHOLDER, STATES, QwenImage, check_prefix
 
 _NUM_DROPPED = 64
-"""Tokens of the system prompt, whose rows the pipeline drops."""
+"""Number of system prompt tokens, whose rows the pipeline drops."""
 _AREA = 384 * 384
-"""Pixels of a control image as the text encoder reads it, about: `CONDITION_IMAGE_SIZE` of the pipeline."""
+"""Approximate pixels of a control image for the text encoder: the pipeline's `CONDITION_IMAGE_SIZE`."""
 _VISION_SETTINGS = (
     *("image_token_id", "vision_start_token_id"),
     *(f"vision_config.{name}" for name in ("fullatt_block_indexes", "hidden_act", "num_heads", "patch_size")),
@@ -37,20 +37,20 @@ IMAGE_SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class EditCaption(Caption):
-    """A caption with its control images, as the pipeline gives them to the processor."""
+    """A caption with its control images, as the pipeline passes them to the processor."""
 
     pictures: Sequence[Any]
 
 
 class EditTexts(Family):
-    """A family whose text encoder reads a caption together with control images, which its denoiser is given too."""
+    """A family whose text encoder and denoiser both read control images."""
 
     reads_controls, text_reads_control, uncut_texts = True, True, True
     blocks: ClassVar[str]
-    """diffusers' modular blocks that denoise."""
+    """The denoising blocks, in `diffusers.modular_pipelines`."""
 
     def picture(self, pixels: Any) -> Any:
-        """A control image, uint8 [H, W, 3], as the pipeline gives it to the processor."""
+        """A control image, uint8 [H, W, 3], as the pipeline passes it to the processor."""
         return pixels
 
     @override
@@ -61,7 +61,7 @@ class EditTexts(Family):
     def tokenize_with_control(
         self, parts: Mapping[str, Any], texts: Sequence[str], images: Sequence[Sequence[Any]]
     ) -> Sequence[EditCaption]:
-        """As `Family.tokenize_with_control`. `num_tokens` are those of the text alone."""
+        """Like `Family.tokenize_with_control`. `num_tokens` counts only the text."""
         return [
             EditCaption(PLACEHOLDER.sub("", text.text), text.num_tokens, [*map(self.picture, group)])
             for text, group in zip(super().tokenize(parts, texts), images, strict=True)
@@ -76,30 +76,30 @@ class EditTexts(Family):
 
     @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """As `Family.pipeline_kwargs`. Both have the control images too."""
+        """Like `Family.pipeline_kwargs`, of texts that come with their control latents."""
         images = control_latents(embeds, embeds["control_latents_1"])
         return {**super().pipeline_kwargs(embeds, negative), "image_latents": images}
 
     @override
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """The blocks unpack them."""
+        """Unchanged: the blocks unpack them."""
         return latents
 
 
 class QwenImageEdit(EditTexts, QwenImage):
     """Qwen2.5-VL reads each control image at about 384x384 pixels, then the text. Latents are Qwen-Image's.
 
-    The means of control images are more tokens of the denoiser. Texts are read one by one, as the pipeline does it, and
-    none is cut. The first Qwen-Image-Edit has another template, and is refused. The processor needs torchvision.
-    `image_positions` says how the installed diffusers has the encoder number an image's tokens: as those of a `text`
-    (0.42.1 with transformers 5, by a bug), or by `rows and columns`, as the model was trained.
+    Control latents are further tokens of the denoiser. Texts are read one by one, as in the pipeline, and never
+    truncated. The first Qwen-Image-Edit has a different template and is refused. The processor needs torchvision.
+    `image_positions` says how the installed diffusers numbers an image's tokens: like `text` (a bug in 0.42.1 with
+    transformers 5), or by `rows and columns`, as in the model's training.
     """
 
     name = "qwen-image-edit"
     pipeline_name = "QwenImageEditPlusPipeline"
     pipeline_names = ()
     blocks = "qwenimage.modular_blocks_qwenimage_edit_plus.QwenImageEditPlusCoreDenoiseStep"
-    refused_pipelines = {"QwenImageEditPipeline": "is the first Qwen-Image-Edit, whose texts have another template"}
+    refused_pipelines = {"QwenImageEditPipeline": "is the first Qwen-Image-Edit, which has a different template"}
     repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
     parts = {
         "vae": QwenImage.parts["vae"],
@@ -119,12 +119,12 @@ class QwenImageEdit(EditTexts, QwenImage):
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        """Without the words for the control images, which follow from their number."""
+        """Without the words for the control images, which depend only on their number."""
         return super().rendered(parts, PLACEHOLDER.sub("", text))
 
     @override
     def picture(self, pixels: Any) -> Any:
-        """About _AREA pixels."""
+        """Resized to about _AREA pixels."""
         from diffusers.image_processor import VaeImageProcessor
 
         width, height = _pipeline_module().calculate_dimensions(_AREA, pixels.shape[1] / pixels.shape[0])
@@ -133,7 +133,7 @@ class QwenImageEdit(EditTexts, QwenImage):
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any]) -> Encoded:
-        """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
+        """Like `Family.encode_text`. ModelError as from `check_prefix`."""
         encoder, processor = parts["text_encoder"], parts["processor"]
         check_prefix(processor.tokenizer, self.rendered(parts, "{}").partition("{}")[0], _NUM_DROPPED)
         pipeline = self.pipeline(text_encoder=HiddenStates(encoder, STATES), processor=processor)
@@ -163,7 +163,7 @@ def _pipeline_module() -> Any:
 
 @cache
 def _image_positions() -> str:
-    """How the encoder numbers tokens of images: transformers 5 has to learn which those are (diffusers #14194)."""
+    """How the encoder numbers image tokens: transformers 5 needs to be told which they are (diffusers #14194)."""
     return "rows and columns" if "mm_token_type_ids" in inspect.getsource(_pipeline_module()) else "text"
 
 

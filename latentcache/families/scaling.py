@@ -1,4 +1,4 @@
-"""How stored latents become what the denoiser expects: rules as data, in diffusers' own order of operations."""
+"""How stored latents are scaled for the denoiser: rules as data, in diffusers' own order of operations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from latentcache.families import Rule
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How latents z, as the VAE's encoder gave them, are scaled for the denoiser.
+    """How unscaled latents z from the VAE's encoder are scaled for the denoiser, by one of diffusers' rules.
 
-    `factor`: `(z - shift_factor) * scaling_factor`, as diffusers' training scripts of AutoencoderKL do it; with
-    statistics `(z - mean) * scaling_factor / std`, as its train_dreambooth_lora_sdxl.py does it.
-    `mean_std`: `(z - mean) * (1 / std)` for each channel, as its pipelines of Qwen-Image and Wan do it.
-    `divided`: `(z - mean) / std` for each channel, as its pipeline of Qwen-Image 2.1 does it.
-    `batch_norm`: 2x2 patches become channels, then `(z - mean) / std`, as its pipelines of FLUX.2 do it.
-    Latents are [..., C, h, w], and [..., C, F, h, w] for `mean_std` and `divided`.
+    `factor`: `(z - shift_factor) * scaling_factor`, as in the training scripts for AutoencoderKL; with statistics
+    `(z - mean) * scaling_factor / std`, as in train_dreambooth_lora_sdxl.py.
+    `mean_std`: `(z - mean) * (1 / std)` per channel, as in the pipelines of Qwen-Image and Wan.
+    `divided`: `(z - mean) / std` per channel, as in the pipeline of Qwen-Image 2.1.
+    `batch_norm`: 2x2 patches become channels, then `(z - mean) / std`, as in the pipelines of FLUX.2.
+    Latents are [..., C, h, w], or [..., C, F, h, w] for `mean_std` and `divided`.
     """
 
     scaling_factor: float = 1.0
@@ -31,7 +31,7 @@ class Scaling:
     std: tuple[float, ...] = ()
 
     def apply(self, latents: torch.Tensor) -> torch.Tensor:
-        """Scaled latents: of the same shape, with `batch_norm` [..., 4C, h/2, w/2]."""
+        """Scaled latents, of the same shape; with `batch_norm` [..., 4C, h/2, w/2]."""
         if self.rule == "factor" and self.mean:
             mean, std = self._statistics(latents)
             return (latents - mean) * self.scaling_factor / std
@@ -41,11 +41,11 @@ class Scaling:
         if self.rule == "batch_norm":
             latents = patchified(latents)
         mean, std = self._statistics(latents)
-        # Multiplied by the reciprocal, or divided: the last bit differs.
+        # Multiplying by the reciprocal and dividing differ in the last bit.
         return (latents - mean) * (1.0 / std) if self.rule == "mean_std" else (latents - mean) / std
 
     def undo(self, latents: torch.Tensor) -> torch.Tensor:
-        """What the VAE's decoder takes for scaled latents, computed in their dtype."""
+        """Unscaled latents for the VAE's decoder, computed in the dtype of `latents`."""
         if self.rule == "factor" and self.mean:
             mean, std = self._statistics(latents)
             return latents * std / self.scaling_factor + mean
@@ -69,20 +69,20 @@ class Scaling:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Scaling:
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         statistics = {name: tuple(value[name]) for name in ("mean", "std") if name in value}
         return cls(**{**value, **statistics})
 
 
 @lru_cache(maxsize=64)
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """These numbers on the device, copied once. Any stream may use them: the copy has ended."""
+    """These numbers on the device, copied once. The copy is synchronous, so any stream may use them."""
     with torch.inference_mode(False):
         return torch.tensor(values).to(dtype).to(device)
 
 
 def patchified(latents: torch.Tensor) -> torch.Tensor:
-    """[..., C, h, w] -> [..., 4C, h/2, w/2]: the order of diffusers' `Flux2Pipeline._patchify_latents`."""
+    """[..., C, h, w] -> [..., 4C, h/2, w/2], ordered like diffusers' `Flux2Pipeline._patchify_latents`."""
     *batch, channels, height, width = latents.shape
     parts = latents.reshape(*batch, channels, height // 2, 2, width // 2, 2)
     return parts.movedim((-3, -1), (-4, -3)).reshape(*batch, 4 * channels, height // 2, width // 2)
@@ -96,10 +96,9 @@ def unpatchified(latents: torch.Tensor) -> torch.Tensor:
 
 
 def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Unscaled latents [B, C, ...] of moments [B, 2C, ...]: the mean, or with a generator one draw.
+    """Unscaled latents [B, C, ...] from moments [B, 2C, ...]: the mean, or a sample if there is a generator.
 
-    The bits are those of diffusers' DiagonalGaussianDistribution, by `mode()` and `sample(generator)`. A reader of
-    batches needs no diffusers for them.
+    Bit for bit the `mode()` and `sample(generator)` of diffusers' DiagonalGaussianDistribution, without diffusers.
     """
     mean = moments.chunk(2, dim=1)[0]
     if generator is None:
@@ -109,6 +108,6 @@ def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | Non
 
 
 def posterior_std(moments: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of a draw at each place, unscaled: [B, C, ...] of moments [B, 2C, ...]."""
-    log_variance = moments.chunk(2, dim=1)[1].clamp(-30.0, 20.0)  # as diffusers
+    """The posterior's standard deviation, unscaled: [B, C, ...] from moments [B, 2C, ...]."""
+    log_variance = moments.chunk(2, dim=1)[1].clamp(-30.0, 20.0)  # as in diffusers
     return torch.exp(0.5 * log_variance)

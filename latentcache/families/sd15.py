@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.5, with what was finetuned from it."""
+"""Stable Diffusion 1.5 and finetunes of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from latentcache.families.scaling import Scaling
 
 
 class SD15(ClipFamily):
-    """One CLIP encoder, whose last layer is read, and a UNet."""
+    """The last layer of one CLIP encoder, and a UNet."""
 
     name = "sd15"
     pipeline_name = "StableDiffusionPipeline"
@@ -34,7 +34,7 @@ class SD15(ClipFamily):
     denoiser_class = "diffusers.UNet2DConditionModel"
     denoiser_settings = {"addition_embed_type": None}
     latent = LatentSpace(4, published=Scaling(0.18215))
-    vae_overflows = False  # its config is older than the setting, and its pipelines compute in float16
+    vae_overflows = False  # its config predates the setting, and its pipelines run in float16
     fields = {"prompt_embeds": TextField("cross_attention_dim", features=(768,))}
     recipe = {"family": "sd15"}
     layers_above = 0
@@ -42,10 +42,10 @@ class SD15(ClipFamily):
 
     @override
     def read_state(self, encoder: Any, output: Any, skip: int) -> torch.Tensor:
-        """With the encoder's last norm, whichever layer is read."""
+        """After the encoder's final norm, whichever layer is read."""
         found: torch.Tensor = output.last_hidden_state
         if skip:
-            layers: Any = getattr(encoder, "text_model", encoder)  # transformers before 5.6 has all layers there
+            layers: Any = getattr(encoder, "text_model", encoder)  # before transformers 5.6 the layers are in there
             found = layers.final_layer_norm(output.hidden_states[-(skip + 1)])
         return found
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion XL, with what is trained on it: Pony, Illustrious and others."""
+"""Stable Diffusion XL and finetunes of it, such as Pony and Illustrious."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from latentcache.families.scaling import Scaling
 from latentcache.types import Geometry
 
 SCALING_FACTOR = 0.13025
-"""Of latents, where a file states nothing (`scaling_factor` in vae/config.json)."""
+"""Default scaling of latents, for files that do not state it (`scaling_factor` in vae/config.json)."""
 
 
 class SDXL(ClipFamily):
-    """Two CLIP encoders, whose penultimate layers are joined, and a UNet that also takes six numbers of sizes."""
+    """The concatenated penultimate layers of two CLIP encoders, and a UNet that also takes six size conditions."""
 
     name = "sdxl"
     pipeline_name = "StableDiffusionXLPipeline"
@@ -37,7 +37,7 @@ class SDXL(ClipFamily):
     }
     denoiser = "unet"
     denoiser_class = "diffusers.UNet2DConditionModel"
-    # The linear map is that of diffusers' documentation (using-diffusers/callback), for quick previews.
+    # The linear preview is from diffusers' documentation (using-diffusers/callback).
     latent = LatentSpace(
         4,
         preview=Preview(
@@ -60,11 +60,11 @@ class SDXL(ClipFamily):
 
     @override
     def text_columns(self, field: str, encoders: Mapping[str, Any]) -> dict[str, slice]:
-        """As `Family.text_columns`: of prompt_embeds encoder 1 has 768 columns in published models, encoder 2 the rest.
+        """Like `Family.text_columns`. In published models encoder 1 makes the first 768 columns of prompt_embeds.
 
-        Encoder 2 alone makes the pooled output.
+        Encoder 2 makes the rest and the pooled output.
         """
-        if field != "prompt_embeds":  # a field that there is not is an error there
+        if field != "prompt_embeds":  # raises for an unknown field
             return super().text_columns(field, encoders)
         first, second = self.names("text_encoder")
         if first in encoders:
@@ -72,24 +72,24 @@ class SDXL(ClipFamily):
         elif second in encoders:
             end = -encoders[second].config.hidden_size
         else:
-            raise ModelError(f"give {first} or {second}, whose config says how many columns of {field} are its own")
+            raise ModelError(f"pass {first} or {second}: its config says how many columns of {field} it makes")
         return {first: slice(0, end), second: slice(end, None)}
 
     @override
     def size_conditions(self, geometry: Geometry) -> list[int]:
-        """Original size, crop and target size, in the order of the pipeline's `_get_add_time_ids`."""
+        """Original size, crop and target size, ordered like in the pipeline's `_get_add_time_ids`."""
         return [*geometry.original_size, *geometry.seen_crop, *geometry.target_size]
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Family.conditions`. Sizes stay in float32: bfloat16 cannot hold every integer above 256."""
+        """Like `Family.conditions`. Sizes stay in float32: bfloat16 cannot represent every integer above 256."""
         added = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
         return {"encoder_hidden_states": batch["prompt_embeds"], "added_cond_kwargs": added}
 
     @override
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:
         if settings.get("addition_embed_type") != "text_time":
-            return "has no addition_embed_type 'text_time', as UNets of Stable Diffusion 1 and 2"
+            return "has no addition_embed_type 'text_time', so it is a UNet of Stable Diffusion 1 or 2"
         return super().check_settings(settings)
 
 

@@ -1,8 +1,8 @@
 """Wan 2.1 and 2.2: text to video, and still images as videos of one frame.
 
-A14B of 2.2 has two denoisers, each for its part of the timesteps: `model.denoiser` says which one is trained and
-validated. Images need both, and are refused. TI2V-5B has a VAE of its own (48 channels, 16 pixels a row); its pipeline
-gives each token a timestep (`expand_timesteps`), which for text to video are all equal. Image to video is the family
+A14B of 2.2 has two denoisers, each for a range of timesteps: `model.denoiser` says which one is trained and validated.
+Validation images would need both and are refused. TI2V-5B has its own VAE (48 channels, 16x downscale); its pipeline
+passes a timestep per token (`expand_timesteps`), which for text to video are all equal. Image to video is the family
 `wan-i2v`.
 """
 
@@ -23,11 +23,11 @@ _VAE_SETTINGS = (
     *("dropout", "is_residual", "in_channels", "patch_size", "scale_factor_temporal", "scale_factor_spatial"),
 )
 _ROWS = 512
-"""Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
+"""Rows of a text for the denoiser. It takes no mask, so a different number of zero rows changes the result."""
 
 
 class Wan(Family):
-    """UMT5 with zeros after the text's own rows. Latents have frames, and are the posterior's mean."""
+    """UMT5 with zeros after the text's own rows. Latents have frames and are the posterior's mean."""
 
     name = "wan"
     pipeline_name = "WanPipeline"
@@ -51,11 +51,11 @@ class Wan(Family):
     patch = 2
     fields = {"prompt_embeds": TextField("text_dim", Padding(length=_ROWS), (4096,))}
     max_length = longest = _ROWS
-    timesteps = TimestepSampling("logit_normal", shift=3.0)  # as musubi-tuner's documentation advises for 480p
+    timesteps = TimestepSampling("logit_normal", shift=3.0)  # recommended for 480p by musubi-tuner's documentation
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        """Cleaned as diffusers does it; with ftfy, if that is installed, it repairs more texts."""
+        """Cleaned by diffusers, which also repairs Unicode if ftfy is installed."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         cleaned: str = prompt_clean(text)
@@ -74,12 +74,12 @@ class Wan(Family):
 
     @override
     def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """One at a time, as its pipelines do: the last bits do not depend on the batch, and clips are large."""
+        """One at a time, like the pipelines: the last bits do not depend on the batch, and clips are large."""
         return torch.cat([super(Wan, self).encode_image(vae, each[None]) for each in pixels])
 
     @override
     def pipeline(self, **parts: Any) -> Any:
-        """As `Family.pipeline`. Without a VAE that of TI2V-5B would have the others' pixels a row."""
+        """Like `Family.pipeline`. Without a VAE, TI2V-5B's would get the other models' downscale factor."""
         made, denoiser = super().pipeline(**parts), parts.get("transformer")
         factor = None if denoiser is None else self.latent.others.get(denoiser.config.in_channels)
         if factor is not None:
@@ -89,7 +89,7 @@ class Wan(Family):
 
     @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """For one frame, a still image; the pipeline's own default is 81."""
+        """Like `Family.pipeline_kwargs`, for a single frame. The pipeline's default is 81."""
         return {**super().pipeline_kwargs(embeds, negative), "num_frames": 1}
 
 

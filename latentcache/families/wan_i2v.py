@@ -1,9 +1,9 @@
-"""Wan 2.1 and 2.2 A14B, image to video: clips that begin with a given picture.
+"""Wan 2.1 and 2.2 A14B, image to video: clips that start with a given picture.
 
-Its denoisers take 36 channels: noised latents, a mask of the latent frames that are given (in 4 channels, one for each
-of their pixel frames), and the latents of the first frame with grey ones after it, the condition. A14B has two
-denoisers, as `wan` has: `model.denoiser` says which one is trained. 2.1 has one, which also takes rows of CLIP's vision
-model of the first frame. TI2V-5B is of `wan`. Models that are given the last frame too are refused.
+Its denoisers take 36 channels: noised latents, a mask of the given latent frames (4 channels, one per pixel frame), and
+the condition, which is the latents of the first frame followed by grey ones. A14B has two denoisers, as in `wan`:
+`model.denoiser` says which one is trained. 2.1 has one, which also takes CLIP vision embeddings of the first frame.
+TI2V-5B belongs to `wan`. Models that also take the last frame are refused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _IMAGES = (
     *("rescale_factor", "do_normalize", "image_mean", "image_std"),
 )
 _SUBFRAMES = 4
-"""Channels of the mask: the pixel frames of a latent frame."""
+"""Channels of the mask, one for each pixel frame of a latent frame."""
 
 
 class WanImageToVideo(wan.Wan):
-    """As `wan`, whose texts it has, for clips alone. A clip's entry also has the latents of its padded first frame.
+    """Like `wan`, with the same texts, but only for clips. Their entries also have the padded first frame's latents.
 
-    With an image encoder (2.1) it has rows of that frame too, of the clip as it is prepared.
+    For models with an image encoder (2.1) they also have its output for the first frame of the prepared clip.
     """
 
     name = "wan-i2v"
@@ -46,35 +46,35 @@ class WanImageToVideo(wan.Wan):
         "image_encoder": Part("image_encoder", "transformers.CLIPVisionModel", settings=_VISION, optional=True),
         "image_processor": Part("image_processor", "transformers.CLIPImageProcessor", settings=_IMAGES, optional=True),
     }
-    denoiser_settings = {"in_channels": 36, "pos_embed_seq_len": None}  # which those with a last frame have
+    denoiser_settings = {"in_channels": 36, "pos_embed_seq_len": None}  # set in models that take the last frame
     latent = LatentSpace(16, is_video=True, draws=False)
     clip_condition = "first frame, padded"
     trainer_files = {"musubi": wan.Wan.trainer_files["musubi"]}
 
     @override
     def encode_text(self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any]) -> Encoded:
-        """By the pipeline of `wan`: this one's own cleans texts with ftfy, which it does not look for first."""
+        """With the pipeline of `wan`: this family's own fails without ftfy."""
         return wan.FAMILY.encode_text(parts, texts, recipe)
 
     @override
     def encode_pictures(self, parts: Mapping[str, Any], pictures: Sequence[Any]) -> torch.Tensor:
-        """Rows as the pipeline makes them: the processor resizes and crops, and the last layer is left out."""
+        """Like the pipeline: the processor resizes and crops, and the last layer is left out."""
         rows: torch.Tensor = self.pipeline(**parts).encode_image([*pictures], parts["image_encoder"].device)
         return rows
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Rows of CLIP too, unless the denoiser's config says that it takes none."""
+        """Like `Family.conditions`, with CLIP's rows unless the denoiser's config says that it takes none."""
         found, config = super().conditions(denoiser, noisy, batch), getattr(denoiser, "config", None)
         takes = PICTURE in batch if config is None else config.get("image_dim") is not None
         if takes and PICTURE not in batch:
-            message = f"it takes {PICTURE} of first frames, and the batch has none; precache with a model that has an"
+            message = f"it takes {PICTURE} of first frames, but the batch has none; precache with a model that has an"
             raise ModelError(f"{self.denoiser}: {message} image_encoder", part=self.denoiser)
         return found | ({"encoder_hidden_states_image": batch[PICTURE]} if takes else {})
 
     @override
     def inputs(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        """36 channels. The mask follows from the shape: the first latent frame is given, and no other."""
+        """36 channels. The mask follows from the shape: only the first latent frame is given."""
         if CONDITION not in batch:
             message = f"the batch has no {CONDITION}, the latents of first frames; precache clips as {self.name}"
             raise ModelError(f"{self.denoiser}: {message}", part=self.denoiser)
@@ -109,7 +109,7 @@ class WanImageToVideo(wan.Wan):
 
     @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What `sampler` takes: texts with the condition."""
+        """The arguments of `sampler`: texts that come with the condition."""
         return {"embeds": embeds, "negative": negative}
 
 

@@ -1,4 +1,4 @@
-"""Z-Image: base and Turbo, and what was finetuned from them."""
+"""Z-Image and Z-Image-Turbo, and finetunes of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from latentcache.types import Padding
 
 
 class ZImage(Family):
-    """Qwen3's penultimate layer for the rows of a text in the chat template; the denoiser pads with a row it learned.
+    """Qwen3's penultimate layer for a text in the chat template. The denoiser pads with a learned row.
 
-    It takes lists, whose items have their own lengths: of texts [n, D], of latents [C, 1, h, w].
+    It takes lists of texts [n, D] and of latents [C, 1, h, w], whose lengths may differ.
     """
 
     name = "z-image"
@@ -38,13 +38,13 @@ class ZImage(Family):
     patch = 2
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512
-    can_keep_padding = False  # its pipeline drops it
+    can_keep_padding = False  # the pipeline drops it
     template_needs_tokenizer = True
     no_guidance = 0.0
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
-        """As `ZImagePipeline._encode_prompt` has it: the user's turn, and thinking on."""
+        """Like `ZImagePipeline._encode_prompt`: the user turn, thinking on."""
         return user_turn(parts["tokenizer"], text, enable_thinking=True)
 
     @override
@@ -61,7 +61,7 @@ class ZImage(Family):
     def predict(
         self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
     ) -> torch.Tensor:
-        """As `Family.predict`. Its own time runs from noise (0) to image (1), and so does its velocity."""
+        """Like `Family.predict`. The model's time runs from noise (0) to image (1), so its velocity is negated."""
         latents = list(noisy.unsqueeze(2).unbind())
         conditions = self.conditions(denoiser, noisy, batch)
         found = denoiser(latents, (1000 - timesteps) / 1000, **conditions, return_dict=False)[0]

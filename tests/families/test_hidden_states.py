@@ -89,6 +89,6 @@ def test_modules_that_are_not_there_or_not_run_are_errors() -> None:
             HiddenStates(encoder, {1: end})
     encoder = tiny("krea2")["text_encoder"]
     states = HiddenStates(encoder, {1: "language_model.layers.0", 2: "visual.merger"})
-    with torch.no_grad(), pytest.raises(ModelError, match="ran without 1 of the modules whose outputs are read"):
+    with torch.no_grad(), pytest.raises(ModelError, match="did not run 1 of the modules"):
         states(input_ids=torch.ones(1, 3, dtype=torch.int64))
     assert not any(each._forward_hooks for each in encoder.modules()), "no hook is left"

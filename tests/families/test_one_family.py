@@ -45,7 +45,7 @@ def test_columns_of_an_embedding_are_the_outputs_of_its_encoders() -> None:
             with torch.no_grad():
                 own = encoder(ids, output_hidden_states=True).hidden_states[-2]
             assert torch.equal(embeds[..., columns[name]], own)
-    with pytest.raises(ModelError, match="give text_encoder or text_encoder_2"):
+    with pytest.raises(ModelError, match="pass text_encoder or text_encoder_2"):
         family.text_columns("prompt_embeds", {})
     flux = family_named("flux")
     assert flux.text_columns("prompt_embeds", {}) == {"text_encoder_2": slice(None)}
@@ -75,8 +75,8 @@ def test_long_texts_are_cut(name: str, length: int) -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "value", "message"),
     [
-        ("wan", "max_length", 513, "takes 512 tokens at most"),
-        ("qwen-image-edit", "max_length", 100, "cuts no text"),
+        ("wan", "max_length", 513, "at most 512 tokens"),
+        ("qwen-image-edit", "max_length", 100, "truncates no text"),
         *(("sdxl", "max_length", length, f"is {length}, but .* 75 or 77 .*150 .*225") for length in (1, 151)),
         ("krea2", "padding", "keep", "krea2 does not read padding"),
         ("flux", "padding", "drop", "padding is drop, but flux attends to padding"),
@@ -134,7 +134,7 @@ def test_the_rows_that_are_dropped_have_to_be_those_of_the_system_prompt() -> No
             encoded(family, {**tiny_model(family.name), "tokenizer": other}, "cat")
     parts = tiny_model(QWEN_21.name)
     parts["processor"].chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
-    with pytest.raises(ModelError, match=r"cuts the system prompt into \d+ tokens, but the pipeline drops 1\. Name"):
+    with pytest.raises(ModelError, match=r"into \d+ tokens, but the pipeline drops 1\. Use"):
         encoded(QWEN_21, parts, "cat")
 
 

@@ -78,7 +78,7 @@ def test_entries_have_the_slots_of_their_images_as_integers(tmp_path: Path) -> N
         EDIT_21.predict(run.denoiser, torch.zeros(run.latent_shape(3)), torch.full([3], 500.0), fewer)
     twice = run.batch([TEXTS[0]] * 2)
     twice["image_slots"][1] += 1
-    with pytest.raises(ModelError, match=r"of one batch have their images after \[.*\] and after other rows"):
+    with pytest.raises(ModelError, match=r"have their images at different rows, e\.g\. \[.*Use a batch size of 1"):
         EDIT_21.predict(run.denoiser, torch.zeros(run.latent_shape(2)), torch.full([2], 500.0), twice)
     run.cache.close()
 

@@ -26,7 +26,9 @@ from latentcache.validation.metrics import LossReport, paired_difference
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 NAMES = [f"{number}.png" for number in range(4)]
-UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, qwen-image-edit, flux2"
+UNREAD = (
+    r"pairs: has control images, but the denoiser of sdxl does not read them \(that of flux, qwen-image-edit"
+)
 
 
 def config_of(folder: Path, family: str, **changes: Any) -> Config:
@@ -91,7 +93,7 @@ def test_control_images_that_nobody_reads_are_refused(folder: Path, script: Any)
     config = config_of(folder, "sdxl")
     report = run_precache(config)
     assert report.num_refused == 0, "the user's own code may read them"
-    note = "pairs: control images are cached for code of your own: the denoiser of sdxl is not given them"
+    note = "pairs: control images are cached for code of your own: the denoiser of sdxl does not read them"
     assert f"note      {note}" in report.to_text()
 
     options = script.Options(out=folder / "lora", device="cpu")
