@@ -434,7 +434,7 @@ class TestParquet:
         file = write_parquet(tmp_path / "p.parquet", columns)
         found = listed(open_source("parquet", file, image_column="jpg"))
         assert found == ({"p.parquet#0": ("one",)}, {"p.parquet#1": "missing"})
-        with pytest.raises(DatasetError, match="no column 'image'.*: jpg, caption"):
+        with pytest.raises(DatasetError, match=r"no column 'image'.*: jpg, caption"):
             listed(open_source("parquet", file))
 
     def test_a_bad_file_or_value_is_refused_and_the_rest_goes_on(self, tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ from latentcache.validation.metrics import LossReport, paired_difference
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 NAMES = [f"{number}.png" for number in range(4)]
-UNREAD = (
-    r"pairs: has control images, but the denoiser of sdxl does not read them \(that of flux, qwen-image-edit"
-)
+UNREAD = r"pairs: has control images, but the denoiser of sdxl does not read them \(that of flux, qwen-image-edit"
 
 
 def config_of(folder: Path, family: str, **changes: Any) -> Config:
