@@ -14,8 +14,8 @@ import torch
 from helpers.far_caches import Far
 from helpers.pack_damage import damage
 from helpers.relay import Relay
-from helpers.remote_samples import entries_of, key_of_image, make_cache
-from helpers.serving import TOKEN, RunningServer, serving_here
+from helpers.remote_samples import entries_of, fill, key_of_image
+from helpers.serving import TOKEN, RunningServer
 
 from latentcache import BucketBatchSampler, Config, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import TOKEN_VARIABLE, CacheConfig
@@ -114,39 +114,26 @@ def test_commands_about_a_directory_say_so(run: Run, command: str) -> None:
     assert code == 2 and "works on the cache's own directory" in err and "on the machine that serves" in err
 
 
-def test_verify_finds_damage_over_http(tmp_path: Path, run_json: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make_cache(tmp_path / "cache", num_samples=16)
-    with serving_here(cache, token=TOKEN) as server:
-        monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-        assert run_json("verify", server.url)[1]["ok"]
-        damage(cache, entries_of(2)[0].tensors["moments"].numpy().tobytes())
-        code, report = run_json("verify", server.url)
-        assert code == 1 and report["damaged"].keys() == {key_of_image(2)}
-        assert run_json("status", server.url)[1]["num_lost"] == 0
-        monkeypatch.setenv(TOKEN_VARIABLE, str(server.write_token))
-        # The service finds it too, when it is asked for the entry, and marks it.
-        assert run_json("verify", server.url)[1]["damaged"].keys() == {key_of_image(2)}
-        assert run_json("status", server.url)[1]["num_lost"] == 1, "it is a miss now: precache makes it again"
-
-
-@pytest.mark.parametrize("num_damaged", [1, 2])
-def test_what_was_damaged_on_its_way_is_not_marked(
-    relay: Relay, server: RunningServer, monkeypatch: pytest.MonkeyPatch, run_json: Run, num_damaged: int
-) -> None:
+def test_verify_marks_damage_there_and_none_on_the_way(service: Far, run_json: Run) -> None:
     """Neither where the second transfer is good, nor where it is damaged too."""
-    left = [num_damaged]
-
-    def change(path: str, status: int, data: bytes) -> bytes:
-        if "/packs/" not in path or not left[0]:
-            return data
-        left[0] -= 1
-        return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
-
-    relay.change = change
-    monkeypatch.setenv(TOKEN_VARIABLE, str(server.write_token))
-    code, report = run_json("verify", relay.url)
-    assert (code, report["damaged"], report["num_entries"]) == (0, {}, 54)
-    assert run_json("verify", server.url)[1]["num_entries"] == 54
+    left = list[int]()
+    assert service.folder is not None
+    fill(service.folder, range(16))
+    service.relay.change = lambda path, _, data: (
+        data[:-5] + bytes([data[-5] ^ left.pop()]) + data[-4:] if left and "/packs/" in path else data
+    )
+    for num_damaged in (1, 2):
+        left += [1] * num_damaged
+        code, report = run_json("verify", service.url)
+        assert (code, report["damaged"], report["num_entries"], left) == (0, {}, 18, [])
+    damage(service.folder, entries_of(2)[0].tensors["moments"].numpy().tobytes())
+    for reads, num_lost in ((True, 0), (False, 1)):  # the service finds it too, and marks it for one who may write
+        with pytest.MonkeyPatch.context() as patched:
+            if reads:
+                patched.setenv(TOKEN_VARIABLE, TOKEN)
+            code, report = run_json("verify", service.url)
+        assert code == 1 and report["damaged"].keys() == {key_of_image(2)}
+        assert run_json("status", service.url)[1]["num_lost"] == num_lost, "a miss: precache makes it again"
 
 
 # Filling it

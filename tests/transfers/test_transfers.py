@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from helpers.pack_damage import damage
@@ -40,13 +41,22 @@ def test_a_sample_that_was_refused_keeps_no_manifest_back(tmp_path: Path) -> Non
     assert "of its entries are missing both here" in reason and "'8.png'" in reason
 
 
-def test_what_is_missing_moves_whole_and_once_and_a_dry_run_says_so(tmp_path: Path) -> None:
+def test_what_is_missing_moves_whole_and_once_and_a_dry_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a full disk, which leaves nothing half written."""
     source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
     before = {path: path.stat().st_mtime_ns for path in source.rglob("*") if path.is_file()}
     planned = transfer(source, target, dry_run=True)
     assert not target.exists()
     target.mkdir()
     assert transfer(source, target, dry_run=True) == planned and not list(target.iterdir())
+    with monkeypatch.context() as patch:
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        patch.setattr("latentcache.store.disk.write_all", full)
+        with pytest.raises(StorageFullError, match="free some space"):
+            transfer(source, target)
+    assert packs_of(target) == {} and not list(target.rglob("*.tmp"))
     report = transfer(source, target)
     assert report.ok and report == replace(planned, dry_run=False)
     assert report.num_packs == 4 and report.manifests == ["photos"]
@@ -130,17 +140,6 @@ def test_manifests_of_other_encodings_are_not_mixed(tmp_path: Path, run: Run) ->
     assert manifest_of(target) == other
 
 
-def test_both_have_all_after_a_sync(tmp_path: Path, run_json: Run) -> None:
-    a, b = fill(tmp_path / "a", range(16)), fill(tmp_path / "b", range(16, 32))
-    for num_moved in (2, 0):
-        code, document = run_json("sync", a, b)
-        assert code == 0 and [each["num_packs"] for each in document["transfers"]] == [num_moved] * 2
-    first, second = manifest_of(a), manifest_of(b)
-    assert packs_of(a) == packs_of(b) and first is not None and second is not None
-    assert dict(first.rows) == dict(second.rows)
-    check(a, range(32))
-
-
 def test_a_pack_that_is_damaged_at_its_source(tmp_path: Path, run_json: Run) -> None:
     source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
     [image, _] = entries_of(3)
@@ -160,31 +159,20 @@ def test_a_pack_that_is_damaged_at_its_source(tmp_path: Path, run_json: Run) -> 
     code, report = run_json("push", source, target)
     assert code == 0 and report["num_packs"] == 1 and report["manifests"] == ["photos"]
     check(target, range(32))
-
-
-def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
-    source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
-    transfer(source, target)
-    [image, _] = entries_of(3)
+    # What the target itself lost comes back, as an entry alone.
+    [image, _] = entries_of(5)
     damage(target, image.tensors["moments"].numpy().tobytes())
     assert verify(target).damaged.keys() == {image.record.key}
-    report = transfer(source, target)
-    assert report.ok and report.num_packs == 1 and report.num_bytes < 10_000, "that entry alone"
-    check(target, range(16))
-    assert transfer(source, target).num_packs == 0
-
-
-def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing half written is left, and the same command goes on when there is room."""
-    source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
-
-    def full(fd: int, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("latentcache.store.disk.write_all", full)
-        with pytest.raises(StorageFullError, match="free some space"):
-            transfer(source, target)
-    assert packs_of(target) == {} and not list(target.rglob("*.tmp"))
-    assert transfer(source, target).ok
-    check(target, range(16))
+    again = transfer(source, target)
+    assert again.ok and again.num_packs == 1 and again.num_bytes < 10_000
+    check(target, range(32))
+    # A sync brings each what it lacks.
+    other = fill(tmp_path / "c", range(32, 48))
+    for num_moved in (2, 0):
+        code, document = run_json("sync", other, target)
+        there, back = document["transfers"]
+        assert code == 0 and there["num_packs"] == num_moved and bool(back["num_packs"]) == bool(num_moved)
+    check(target, range(48))
+    check(other, range(48))
+    first, second = manifest_of(other), manifest_of(target)
+    assert first is not None and second is not None and dict(first.rows) == dict(second.rows)
