@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from helpers.swift_server import SwiftServer
 from test_remote_store import RemoteStoreContract
@@ -12,14 +10,13 @@ from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
 
 pytestmark = pytest.mark.remote
-_numbers = itertools.count()
 
 
 class TestBucketStore(RemoteStoreContract):
     @pytest.fixture
-    def far(self, swift: SwiftServer) -> BucketTransport:
-        number = next(_numbers)
-        return BucketTransport(swift.store("tests", f"contract/{number}"), f"s3://tests/contract/{number}")
+    def far(self, swift: SwiftServer, tmp_path) -> BucketTransport:
+        prefix = f"contract/{tmp_path.name}"  # one for each test
+        return BucketTransport(swift.store("tests", prefix), f"s3://tests/{prefix}")
 
     @pytest.fixture
     def store(self, far, tmp_path):

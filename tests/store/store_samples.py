@@ -62,11 +62,6 @@ def where(store, number):
     return find_bytes(store.path, payload(number))
 
 
-def pack_of(store, number):
-    """The path of the pack in which an entry's payload lies."""
-    return where(store, number)[0]
-
-
 def flip(store, *numbers):
     """Flip a bit in the payload of entries."""
     for number in numbers:
@@ -99,6 +94,19 @@ def before_call(name, call, action):
         return real(*args, **kwargs)
 
     setattr(os, name, replaced)
+
+
+def meet(monkeypatch, place, name, action):
+    """Do what another process does, once, after the next call of a function."""
+    real = getattr(place, name)
+
+    def replaced(*args):
+        monkeypatch.setattr(place, name, real)
+        found = real(*args)
+        action()
+        return found
+
+    monkeypatch.setattr(place, name, replaced)
 
 
 def raise_(error):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_samples import assert_holds, flip, key, packs, raise_, run, same, sample, samples, where
+from store_samples import assert_holds, flip, key, meet, packs, raise_, run, same, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, StorageFullError, StoreError
 from latentcache.store import DiskStore, disk, pack
@@ -156,18 +156,9 @@ def test_nothing_in_the_index_is_unpickled(root, tmp_path, name):
 def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypatch, place, name):
     """While headers are read, or before files are listed."""
     with DiskStore(root) as writer:
-        unknown = writer.directory.new_pack_path(new_pack_id())  # of a writer that died before the index knew it
-        write_pack(unknown, [own_entry(sample(2))])
-        real = getattr(place, name)
-
-        def slow(*args):
-            found = real(*args)
-            writer.add(samples(3))
-            return found
-
-        monkeypatch.setattr(place, name, slow)
+        write_pack(writer.directory.new_pack_path(new_pack_id()), [own_entry(sample(2))])  # of a writer that died
+        meet(monkeypatch, place, name, lambda: writer.add(samples(3)))
         with DiskStore(root) as opened:
-            monkeypatch.undo()
             assert opened.damaged() == {}
             assert_holds(opened, 0, 2, 3)
 

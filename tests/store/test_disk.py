@@ -17,6 +17,7 @@ from store_samples import (
     before_call,
     key,
     listing,
+    meet,
     packs,
     payload,
     raise_,
@@ -59,15 +60,8 @@ def test_a_cache_holds_what_it_should_and_nothing_else(root):
 @pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["all", "a part"])
 def test_what_another_writer_stores_meanwhile_is_there_once(root, monkeypatch, numbers):
     """Between the look into the index and the row in it."""
-    write = disk.write_pack
     with DiskStore(root) as store, DiskStore(root) as other:
-
-        def write_and_meet(path, entries):
-            monkeypatch.undo()
-            assert other.add(samples(0, 2)) == 2
-            return write(path, entries)
-
-        monkeypatch.setattr(disk, "write_pack", write_and_meet)
+        meet(monkeypatch, disk, "write_pack", lambda: other.add(samples(0, 2)))
         assert store.add(samples(*numbers)) == len(numbers) - 1
         for each in (store, other):
             assert sorted(each.keys()) == sorted({key(0), key(2), *map(key, numbers)})
@@ -216,14 +210,10 @@ def test_a_read_only_store_refuses_each_change(root):
     with DiskStore(root) as store:
         store.add(samples(0))
     with DiskStore(root, read_only=True) as store:
-        for call in (
-            lambda: store.add(samples(2)),
-            store.writer,
-            lambda: store.remove([key(0)]),
-            lambda: store.lock("x", shared=True),
-        ):
-            with pytest.raises(ReadOnlyError), call() or pytest.fail("no error"):
-                pass
+        lock = store.lock("x", shared=True).__enter__
+        for call in (lambda: store.add(samples(2)), store.writer, lambda: store.remove([key(0)]), lock):
+            with pytest.raises(ReadOnlyError):
+                call()
         assert_holds(store, 0)
 
 
@@ -240,10 +230,8 @@ def store(root):
 
 def packed(number):
     """The id and the bytes of a pack that holds this sample."""
-    row, num_bytes, buffers = pack_buffers(new_pack_id(), [own_entry(sample(number))])
-    data = b"".join(buffers)
-    assert len(data) == num_bytes
-    return row.pack.id, data
+    row, _, buffers = pack_buffers(new_pack_id(), [own_entry(sample(number))])
+    return row.pack.id, b"".join(buffers)
 
 
 def test_a_pack_is_taken_once_nothing_refuses_it(store, monkeypatch):

@@ -16,12 +16,13 @@ from store_samples import (
     flip,
     key,
     listing,
-    pack_of,
+    meet,
     packs,
     payload,
     same,
     sample,
     samples,
+    where,
 )
 
 from latentcache import LatentCache
@@ -45,7 +46,7 @@ def add_packs(store, *groups):
 
 def broken_pack(store, number):
     """The pack of a sample, after a flip in its header."""
-    path = pack_of(store, number)
+    path, _ = where(store, number)
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
@@ -58,7 +59,7 @@ def broken_pack(store, number):
 def test_verify_marks_what_is_damaged_gone_or_unreadable(store):
     add_packs(store, range(3), [3], [4])
     flip(store, 1)
-    gone, broken = pack_of(store, 3), broken_pack(store, 4)
+    (gone, _), broken = where(store, 3), broken_pack(store, 4)
     gone.unlink()
     report = verify(store)
     assert not report.ok and report.damaged.keys() == {key(1), key(3), key(4)} and "digest" in report.damaged[key(1)]
@@ -323,18 +324,14 @@ def test_upkeep_and_writers_keep_out_of_each_others_way(store, root):
 def test_what_others_do_before_the_index_knows_a_compacted_pack_counts(store, root, monkeypatch, what):
     """An entry that is removed stays removed, and a reader that opens loses nothing."""
     add_packs(store, range(2), range(2, 4))
-    write, readers = upkeep.write_pack, []
+    readers = []
 
-    def write_and_meet(path, entries):
-        row = write(path, entries)
+    def act():
+        readers.append(DiskStore(root, read_only=what == "opens"))
         if what == "removes":
-            with DiskStore(root) as other:
-                other.remove([key(0)])
-        else:
-            readers.append(DiskStore(root, read_only=True))
-        return row
+            readers[0].remove([key(0)])
 
-    monkeypatch.setattr(upkeep, "write_pack", write_and_meet)
+    meet(monkeypatch, upkeep, "write_pack", act)
     assert compact(store).num_entries == (3 if what == "removes" else 4)
     store.remove([key(0)])
     for reader in (store, *readers):

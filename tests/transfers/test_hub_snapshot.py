@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -100,13 +101,8 @@ def test_it_is_verified_pulled_and_not_written(
 
 
 def test_what_the_hub_refuses_is_an_error_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class ReadTimeout(Exception):
-        """As that of httpx, which gets out when a file stops to come: no OSError."""
-
-    def refuse(repository: str, **options: Any) -> str:
-        raise ReadTimeout("The read operation timed out")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    # As httpx raises when a file stops to come: it is no OSError.
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=Exception("The read timed out")))
     with pytest.raises(RemoteError, match=r"timed out.*hf auth login"):
         LatentCache(URL, local=tmp_path)
     for wrong in ("hf://someone/photos", "hf://models/a/b"):

@@ -24,6 +24,11 @@ from latentcache.types import Refusal
 Run = Callable[..., Any]
 
 
+def ids_of(cache: Path) -> set[str]:
+    manifest = manifest_of(cache)
+    return set() if manifest is None else set(manifest.rows)
+
+
 def test_a_sample_that_was_refused_keeps_no_manifest_back(tmp_path: Path) -> None:
     """It names entries that were never made: an image that could not be decoded."""
     source = fill(tmp_path / "a", range(8))
@@ -112,8 +117,7 @@ def test_caches_of_several_workers_become_one_up_to_an_error(tmp_path: Path, run
     assert code == 1 and not document["ok"] and all(each["ok"] for each in moved)
     assert [each["num_packs"] for each in moved] == [2, 1, 2], "a pack that is there in another is not"
     assert failed["source"] == str(tmp_path / "none") and "none" in failed["refused"]["the whole"]
-    whole = manifest_of(tmp_path / "all")
-    assert whole is not None and set(whole.rows) == {f"{n}.png" for n in range(40)}
+    assert ids_of(tmp_path / "all") == {f"{n}.png" for n in range(40)}
     check(tmp_path / "all", range(40))
     assert run_json("merge", tmp_path / "other", parts[0])[0] == 0
 
@@ -168,11 +172,9 @@ def test_a_pack_that_is_damaged_at_its_source(tmp_path: Path, run_json: Run) -> 
     check(target, range(32))
     # A sync brings each what it lacks.
     other = fill(tmp_path / "c", range(32, 48))
-    for num_moved in (2, 0):
+    for moves in (True, False):
         code, document = run_json("sync", other, target)
-        there, back = document["transfers"]
-        assert code == 0 and there["num_packs"] == num_moved and bool(back["num_packs"]) == bool(num_moved)
-    check(target, range(48))
-    check(other, range(48))
-    first, second = manifest_of(other), manifest_of(target)
-    assert first is not None and second is not None and dict(first.rows) == dict(second.rows)
+        assert code == 0 and [each["num_packs"] > 0 for each in document["transfers"]] == [moves] * 2
+    for cache in (target, other):
+        check(cache, range(48))
+        assert ids_of(cache) == {f"{n}.png" for n in range(48)}
