@@ -58,24 +58,15 @@ def main() -> None:
     report({name: asdict(audited) | {"loss": loss} for name, (audited, loss) in found.items()})
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank printed."""
-    return run_ranks(Path(__file__), tmp_path_factory.mktemp("fsdp"))
-
-
-def test_a_sharded_run_is_clean(ranks: list[dict[str, Any]]) -> None:
-    for policy in ("plain", "offloaded"):
-        for rank in ranks:
+def test_a_sharded_run_is_clean_and_an_optimizer_built_before_sharding_trains_orphans(tmp_path: Path) -> None:
+    ranks = run_ranks(Path(__file__), tmp_path)
+    for rank in ranks:
+        for policy in ("plain", "offloaded"):
             assert rank[policy]["findings"] == []
             # 6 parameters with gradients, 3 buffers, 6 x 3 state tensors, the batch.
             assert rank[policy]["num_tensors"] == 6 + 6 + 3 + 18 + 1
-        assert ranks[0][policy]["loss"] == pytest.approx(ranks[1][policy]["loss"])
-
-
-def test_an_optimizer_built_before_sharding_trains_orphans(ranks: list[dict[str, Any]]) -> None:
-    """`fully_shard` makes new parameters. Nothing fails, but the second step has the loss of the first."""
-    for rank in ranks:
+            assert rank[policy]["loss"] == pytest.approx(ranks[0][policy]["loss"])
+        # `fully_shard` makes new parameters. Nothing fails, but the second step has the loss of the first.
         findings = rank["orphaned"]["findings"]
         assert [f["part"] for f in findings if f["kind"] == "orphan" and f["level"] == "error"] == ["optimizer"] * 6
         assert rank["orphaned"]["loss"] > rank["plain"]["loss"]

@@ -1,4 +1,4 @@
-"""The audit where no second device is needed. Shards of two processes are in tests/checkpoints/test_fsdp.py."""
+"""The audit without a second device. tests/checkpoints/test_fsdp.py audits shards in two processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_scaler_for_another_device_is_named() -> None:
     assert audit({"net": net, "scaler": scaler}).ok
 
 
-# What other software places
+# Tensors that other software places
 
 
 class Params4bit(torch.nn.Parameter):
@@ -109,14 +109,14 @@ class Params4bit(torch.nn.Parameter):
 
 
 def partitioned_by_zero_3(net: torch.nn.Sequential) -> None:
-    """DeepSpeed leaves an empty tensor on a device of its own, with the partition in `ds_tensor`."""
+    """DeepSpeed leaves an empty tensor, with the partition in `ds_tensor`, here on another device."""
     for number, parameter in enumerate(net.parameters()):
         parameter.data = torch.empty(0)
         parameter.ds_id, parameter.ds_tensor = number, torch.zeros(4, device="meta")
 
 
 def offloaded_by_fsdp(net: torch.nn.Sequential) -> None:
-    """A DTensor whose mesh is of another type than the CPU, on which its shard waits."""
+    """A DTensor whose shard waits on the CPU, while its mesh is of another type."""
     for parameter in net.parameters():
         parameter.device_mesh = SimpleNamespace(device_type="cuda")
 
@@ -137,7 +137,7 @@ def test_what_other_software_places_is_noted_and_no_error(manage: Any, note: str
     net = model()
     manage(net)
     parts: dict[str, Any] = {"net": net}
-    if manage is partitioned_by_zero_3:  # it steps copies of its own, which are no orphans
+    if manage is partitioned_by_zero_3:  # it steps its own copies, which do not count as orphans
         parts["optimizer"] = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
     report = audit(parts, device="cpu")
     assert not report.findings and report.notes == (f"net: {note} (the first is 0.weight)",)

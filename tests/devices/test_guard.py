@@ -1,6 +1,6 @@
-"""Checks before the kernel: what they accept, what they name, and that they leave nothing installed.
+"""The guard: what it accepts, what it names, and that it leaves nothing installed.
 
-`meta` stands in for the second device where the kernel is never reached; tests/sim runs the others.
+`meta` stands in for a second device where no kernel runs; the rest is in tests/sim.
 """
 
 from __future__ import annotations

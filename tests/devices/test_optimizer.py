@@ -36,6 +36,14 @@ def test_state_in_place_stays_the_same_objects() -> None:
     assert {state.param_name for state in state_tensors(optimizer)} == {"weight", "bias"}
 
 
+@pytest.mark.parametrize(("saved", "built"), [(torch.tensor(0.25), 0.5), (0.25, torch.tensor(0.5))])
+def test_a_tensor_lr_stays_the_callers_tensor(saved: Any, built: Any) -> None:
+    optimizer = trained(lr=built, foreach=False)
+    load_optimizer_state(optimizer, trained(lr=saved, foreach=False).state_dict())
+    found = optimizer.param_groups[0]["lr"]
+    assert float(found) == 0.25 and type(found) is type(built) and (found is built or isinstance(built, float))
+
+
 def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() -> None:
     def with_exact_moments() -> torch.optim.Optimizer:
         optimizer = trained(torch.bfloat16)
@@ -49,7 +57,7 @@ def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() 
 
     repaired, loaded = with_exact_moments(), trained(torch.bfloat16)
     seen: list[torch.optim.Optimizer] = []
-    for each in (repaired, loaded):  # a hook changes nothing about it, and repairing is no load
+    for each in (repaired, loaded):  # hooks do not change this, and a repair runs none
         each.register_load_state_dict_post_hook(seen.append)
     repair_optimizer(repaired)
     assert not seen

@@ -14,6 +14,7 @@ from latentcache.errors import DeviceError
 from latentcache.models.tiny import tiny_denoiser
 
 CPU = torch.device("cpu")
+ON_META = torch.nn.Linear(1, 1, device="meta")
 
 
 def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
@@ -29,12 +30,9 @@ def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
         ("gpu", "device 'gpu'"),
         ("meta", "device 'meta'"),
         (torch.zeros(1, device="meta"), "tensor is on meta"),
-        (torch.nn.Linear(1, 1, device="meta"), r"Linear\.weight is on meta"),
+        (ON_META, r"Linear\.weight is on meta"),
         (torch.nn.ReLU(), "ReLU has no parameters"),
-        (
-            torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")),
-            r"is on 2 devices \(0\.weight on cpu, 1\.weight on meta\)",
-        ),
+        (torch.nn.Sequential(torch.nn.Linear(1, 1), ON_META), r"is on 2 devices \(0\.weight on cpu, 1\.weight on meta"),
     ],
 )
 def test_what_names_no_device_is_refused(requester: Any, message: str) -> None:

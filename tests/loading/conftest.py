@@ -14,7 +14,7 @@ from latentcache.precache.run import run_precache
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five flipped photos in two buckets, each twice, one with two captions and one with none; and their cache."""
+    """The cache of five flipped photos in two buckets, with 2 repeats; one has two captions, another none."""
     folder = tmp_path_factory.mktemp("loading")
     write_photos(folder / "photos")
     run_precache(config_of(folder))
@@ -23,7 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """The photos and their cache, of this test's own. `config_of` is their config."""
+    """A copy of the photos and their cache for this test; `config_of` returns their config."""
     return shutil.copytree(made, tmp_path / "own")
 
 
@@ -35,6 +35,6 @@ def path(folder: Path) -> Path:
 
 @pytest.fixture
 def cache(path: Path) -> Iterator[LatentCache]:
-    """The open cache at `path`, which a file of tests may define itself."""
+    """The open cache at `path`, a fixture that a test module may override."""
     with LatentCache(path) as cache:
         yield cache

@@ -24,12 +24,12 @@ def config_of(folder: Path, **changes: Any) -> Config:
 
 
 def plain(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch with its tensors as lists, for comparison and after the batch is gone."""
+    """The batch with its tensors as lists, to compare it and to keep it."""
     return {name: v.float().tolist() if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
 
 
 def by_hand(sampler: BucketBatchSampler, *, epoch: int = 0) -> list[dict[str, Any]]:
-    """What the loader must give with scaled=True, made with the dataset's own means."""
+    """The expected batches of a loader with scaled=True, made with the dataset alone."""
     dataset = sampler.dataset
     batches = []
     for planned in sampler.plan(epoch):

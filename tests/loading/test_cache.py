@@ -30,7 +30,7 @@ needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs /proc/self/maps
 
 
 def other_rows(cache: LatentCache, **rows: Any) -> None:
-    """Write the manifest again with other rows, by their ids."""
+    """Write the manifest with these rows replaced."""
     manifest = cache.manifest("photos")
     cache.manifests.write(manifest.with_rows(dict(manifest.rows) | rows))
 
@@ -171,7 +171,7 @@ def test_the_callers_default_device_moves_nothing(path: Path) -> None:
         return found + [item["original_size"].tolist() for item in items]
 
     expected = everything()
-    with torch.device("meta"):  # as torch.set_default_device does it
+    with torch.device("meta"):  # like torch.set_default_device
         assert everything() == expected
 
 
@@ -191,7 +191,7 @@ def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache)
 
 
 def test_what_is_read_during_a_refresh_is_read_again(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread refreshes the cache after this one read a manifest, and before it kept it."""
+    """Another thread refreshes the cache between this thread's reading and storing of a manifest."""
     read = cache.manifests.read
 
     def read_slowly(name: str) -> Manifest | None:
@@ -237,7 +237,7 @@ def test_a_compaction_makes_no_batch_wrong_and_keeps_no_file(path: Path, own: bo
         assert compact(store).num_packs_after == 1
         assert everything() == expected
         assert [plain(unread[index]) for index in range(5)] == expected[2][:5]
-    list(dataset.cache.store.keys())  # what is looked up again is found where it is now
+    list(dataset.cache.store.keys())  # looks all keys up again, at their new places
     assert everything() == expected
     lines = MAPS.read_text().splitlines()
     assert not [line for line in lines if str(path) in line and line.endswith("(deleted)")]

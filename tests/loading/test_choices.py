@@ -39,10 +39,12 @@ EMPTY = -1.0
 WEIGHTS = (1, 0, 3)
 ALL = {"caption": "random", "flips": "random", "caption_dropout": 0.3}
 """All random choices at once."""
+SCALED: dict[str, Any] = {"scaled": True}
+HALF = {"dtype": torch.bfloat16}
 
 
 def entry_of(kind: str, value: float, **fields: tuple[int, ...]) -> Entry:
-    """An entry in which every number says what it is of."""
+    """An entry whose numbers all identify it."""
     identity = {"kind": kind, "value": value, "fields": sorted(fields)}
     dtypes = {"mask": torch.uint8}
     tensors = {name: torch.full(shape, value, dtype=dtypes.get(name, torch.float32)) for name, shape in fields.items()}
@@ -54,7 +56,7 @@ def text_of(value: float) -> Entry:
 
 
 def rows_of(first: int, variants: int, entries: list[Entry]) -> dict[str, Row]:
-    """Samples of two buckets, of one to three lines, with a control image and a mask; each is there mirrored too."""
+    """Samples in two buckets with one to three lines, a control image and a mask, and the mirrored entries of all."""
     rows = {}
     for number in range(first, first + NUM):
         size = Size(16, 16) if number % 3 else Size(16, 24)
@@ -103,7 +105,7 @@ def sampler_of(path: Path, **choices: Any) -> Any:
 
 
 def seen(batches: Iterable[dict[str, Any]]) -> list[list[tuple[str, str, int]]]:
-    """Sample, caption and flip of each row, by the strings and by all tensors, which have to agree."""
+    """Sample, caption and flip of each row, taken from the strings and from all tensors, which must agree."""
     found = []
     for batch in batches:
         found.append([])
@@ -148,7 +150,7 @@ def test_workers_and_the_ways_of_reading_choose_alike(path: Path, order: str) ->
 
 
 def test_choices_stay_what_they_were(path: Path) -> None:
-    """Recorded: another draw of anything, at a visit of a run that is resumed, would be another training."""
+    """Recorded digests: if any draw changed, resumed runs would train on other data."""
     for epoch, (digest, first) in {
         0: ("9f3746aae11f5e94", [("21", "21000", 0), ("9", "", 1), ("6", "6002", 0), ("0", "", 0)]),
         3: ("d15def141e83a38a", [("3", "3002", 0), ("9", "", 1), ("6", "6003", 0), ("9", "", 0)]),
@@ -161,7 +163,7 @@ def test_choices_stay_what_they_were(path: Path) -> None:
 
 
 def test_an_item_sees_each_variant_before_one_comes_again(path: Path) -> None:
-    """With two repeats two epochs are a cycle of four variants."""
+    """With two repeats, two epochs are one cycle of four variants."""
     sampler = sampler_of(path, caption_dropout=0.0)
     orders = set()
     for start in range(0, 8, 2):
@@ -178,7 +180,7 @@ def test_an_item_sees_each_variant_before_one_comes_again(path: Path) -> None:
     assert len(orders) > 4, "another order for each item and cycle"
 
 
-def test_a_numbered_caption_is_the_line_itself(path: Path) -> None:
+def test_a_numbered_caption_is_the_line_itself_and_companions_follow_their_image(path: Path) -> None:
     sampler = sampler_of(path, caption=0, flips=True, caption_dropout=0.0)
     rows = [row for batch in seen(loader_of(sampler)) for row in batch]
     assert len(rows) == 6 * NUM and {int(caption) % 1000 for _, caption, _ in rows} == {0}
@@ -187,6 +189,10 @@ def test_a_numbered_caption_is_the_line_itself(path: Path) -> None:
         assert cache.batch(["2"], device="cpu", caption=2)["caption"] == ["2200"]
         with pytest.raises(SampleError, match="'1': has 2 captions, but number 2 was requested"):
             cache.batch(["1"], device="cpu", caption=2)
+        plain, scaled, half = (cache.batch(["2"], device="cpu", **each) for each in ({}, SCALED, SCALED | HALF))
+        for name in ("latents", "control_latents_1"):
+            assert torch.equal(scaled[name], 0.5 * plain[name]) and torch.equal(half[name], scaled[name].bfloat16())
+        assert all(torch.equal(each["mask"], plain["mask"]) for each in (scaled, half))
     item = LatentDataset(path, "main", caption=1)[5]
     assert item["caption"] == "5100" and item["dataset"] == "main" and item["loss_weight"].dtype == torch.float32
 
@@ -237,7 +243,7 @@ def test_choices_that_there_are_not_are_refused(path: Path, tmp_path: Path) -> N
 
 
 def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: Path) -> None:
-    """Chroma's texts with padding have a mask, which zeros would leave as it is: refused, late if need be."""
+    """Padded texts of Chroma have a mask, which zeros would not change: refused, if need be only on read."""
     recipe = family_named("chroma").text_recipe(padding="keep")
     text = entry_of("text", 1.0, prompt_embeds=(3, 8), prompt_attention_mask=(3,))
     image = entry_of("image", 1.0, latents=(16, 2, 2))
@@ -247,9 +253,8 @@ def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: 
     message = r"each text of chroma has a length of its own.*by its mask"
     with DiskStore(tmp_path) as store:
         store.add([image])
-        ManifestFolder(tmp_path / "manifests").write(
-            Manifest("m", "train", 1, common, {"a": Row("a", "a", None, *refs)})
-        )
+        manifest = Manifest("m", "train", 1, common, {"a": Row("a", "a", None, *refs)})
+        ManifestFolder(tmp_path / "manifests").write(manifest)
         dataset = LatentDataset(tmp_path, caption_dropout=1.0, dropout_to="zeros")
         store.add([text])
     with pytest.raises(StoreError, match=message):
@@ -260,7 +265,7 @@ def test_zeros_leave_no_mask_of_a_caption_that_was_not_there_at_first(tmp_path: 
 
 
 def test_companions_of_other_shapes_and_roles_are_in_other_batches(path: Path, tmp_path: Path) -> None:
-    """Of joined datasets: a mask is no control image, and a mirrored twin no second one."""
+    """In joined datasets a mask is not taken for a control image, nor a mirrored twin for a second one."""
     path = shutil.copytree(path, tmp_path / "own")
     with DiskStore(path) as store, LatentCache(path) as cache:
         wide = entry_of("image", 1.0, latents=(4, 2, 3))
@@ -286,17 +291,6 @@ def test_companions_of_other_shapes_and_roles_are_in_other_batches(path: Path, t
                 dataset.__getitems__([1, other * NUM + 1])
 
 
-def test_control_images_are_scaled_as_images_are_and_masks_keep_their_numbers(path: Path) -> None:
-    with LatentCache(path, manifest="main") as cache:
-        for flip in (False, True):
-            plain, scaled = (cache.batch(["1", "2"], device="cpu", scaled=each, flip=flip) for each in (False, True))
-            for name in ("latents", "control_latents_1"):
-                assert torch.equal(scaled[name], 0.5 * plain[name])
-            assert torch.equal(scaled["mask"], plain["mask"]) and scaled["mask"].dtype == torch.uint8
-            half = cache.batch(["1", "2"], device="cpu", dtype=torch.bfloat16, flip=flip)
-            assert half["control_latents_1"].dtype == torch.bfloat16 and half["mask"].dtype == torch.uint8
-
-
 def test_choices_have_their_rates_and_are_independent() -> None:
     num, lines, variants = 200_000, 3, 8
     items = np.arange(num) % 2_000
@@ -304,7 +298,7 @@ def test_choices_have_their_rates_and_are_independent() -> None:
     visits = Visits(items, draws, np.arange(num) // 2_000, np.full(num, 7, np.uint64))
 
     def chosen(choices: Choices, manifest: Manifest) -> Any:
-        """Numbers of captions' entries, what is mirrored, and what is dropped."""
+        """Caption entries, flips, and dropped captions."""
         counts, nothing = np.full(num, lines * manifest.variants), np.zeros(num, np.int64)
         captions, _, flips, dropped = Chooser(manifest, choices).choose(visits, counts, items, nothing)
         return captions, flips, dropped

@@ -1,4 +1,4 @@
-"""A loader that encodes what its cache has not: the batches of a complete cache, each entry made once."""
+"""A loader that encodes what its cache lacks: the batches of a complete cache, each entry made once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from latentcache.models.tiny import tiny_parts
 
 
 class Encoder:
-    """`run_precache` with a trainer's models, which counts what it is asked for and what it makes."""
+    """`run_precache` with a trainer's models; records the keys requested and counts the entries made."""
 
     def __init__(self, folder: Path, seed: int = 0):
         self.run = partial(run_precache, config_of(folder), models=LoadedModels(**tiny_parts(seed=seed)))
@@ -47,15 +47,6 @@ def batches_of(loader: LatentLoader) -> list[dict[str, Any]]:
 
 def all_keys(dataset: LatentDataset) -> list[str]:
     return sorted(set(dataset.cache.manifest("photos").rows.entry_keys()))
-
-
-def damaged_image(folder: Path) -> str:
-    """The key of an image, after damage to its entry."""
-    with dataset_of(folder).cache as cache:
-        key = cache.row("c.png")[1].images[0].key
-        [moments] = cache.get(key).tensors.values()
-        damage(folder / "cache", moments.numpy().tobytes())
-    return key
 
 
 @pytest.mark.parametrize(("prefetch", "every"), [(0, 1), (2, 2)])
@@ -104,22 +95,25 @@ def test_entries_that_are_lost_in_the_middle_are_encoded_when_they_are_met(folde
     assert len(encode.asked) == 1 and encode.num_encoded == len(lost), "all that is missing, in one pass"
 
 
-@pytest.mark.parametrize("damaged", ["raise", "skip"])
-def test_a_damaged_entry_is_made_again_once(folder: Path, damaged: Any) -> None:
+def test_a_damaged_entry_is_made_again_once_or_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = batches_of(loader_of(dataset_of(folder)))
-    key = damaged_image(folder)
+
+    def damage_image() -> str:
+        with dataset_of(folder).cache as cache:
+            key = cache.row("c.png")[1].images[0].key
+            damage(folder / "cache", cache.get(key).tensors["moments"].numpy().tobytes())
+        return key
+
+    for damaged in ("raise", "skip"):
+        key, encode = damage_image(), Encoder(folder)
+        loader = loader_of(dataset_of(folder), damaged=damaged, encode=encode)
+        assert batches_of(loader) == expected
+        assert encode.asked == [{key}] and encode.num_encoded == 1 and not loader.skipped
+    damage_image()
     encode = Encoder(folder)
-    loader = loader_of(dataset_of(folder), damaged=damaged, encode=encode)
-    assert batches_of(loader) == expected
-    assert encode.asked == [{key}] and encode.num_encoded == 1 and not loader.skipped
-
-
-def test_an_entry_that_stays_damaged_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    damaged_image(folder)
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
-        dataset = dataset_of(folder)  # a reader that may not write the mark by which the entry is made again
-    encode = Encoder(folder)
+        dataset = dataset_of(folder)  # a reader that cannot write the mark by which the entry is made again
     batches = iter(loader_of(dataset, encode=encode))
     with pytest.raises(SampleError, match=r"'c\.png': is damaged.*latentcache verify"):
         list(batches)
@@ -154,7 +148,7 @@ def test_what_cannot_be_encoded_is_named_at_its_batch_and_never_replaced(folder:
     loader = loader_of(dataset, encode=encode)
     for _ in range(2):
         batches = iter(loader)
-        assert [plain(next(batches)) for _ in range(bad)] == expected[:bad], "the batches before it are as ever"
+        assert [plain(next(batches)) for _ in range(bad)] == expected[:bad], "the batches before it do not change"
         with pytest.raises(SampleError, match=message):
             next(batches)
     assert len(encode.asked) == 1 and encode.num_encoded == 0, "not tried again in each epoch"
@@ -187,7 +181,7 @@ def test_other_models_and_another_dataset_encode_nothing(folder: Path, tmp_path:
 
 
 def test_ranks_share_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")  # a share by ranks would leave half of it to a rank that lacks nothing
+    monkeypatch.setenv("RANK", "1")  # splitting by rank would leave half to a rank that lacks nothing
     monkeypatch.setenv("WORLD_SIZE", "2")
     datasets = [dataset_of(folder) for _ in range(2)]
     samplers = [BucketBatchSampler(datasets[rank], 2, seed=5, rank=rank, world_size=2) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Texts of natural length: every way to read pads them by the family's rule, and says which rows are theirs."""
+"""Texts of natural length: every way to read pads them by the family's rule, and masks the padding."""
 
 from __future__ import annotations
 
@@ -143,21 +143,24 @@ def test_families_and_recipes_are_not_mixed(tmp_path: Path) -> None:
             cache.batch(["12", "0"], device="cpu")
         with pytest.raises(StoreError, match=r"texts of samples '0' and '21' are padded differently.*max_length"):
             cache.batch(["0", "21"], device="cpu")
+        manifest = cache.manifest("ragged")
+        for name, change in (("skipped", {"clip_skip": 1}), ("halves", {"store_dtype": "float16"})):
+            common = {**manifest.common, "text_encoding": manifest.common["text_encoding"] | change}
+            cache.manifests.write(replace(manifest, name=name, common=common))
+    with pytest.raises(StoreError, match="texts of ragged, skipped were encoded by other text encoders, or otherwise"):
+        LatentDataset(path, ["ragged", "skipped"])
+    assert len(LatentDataset(path, ["ragged", "halves"])) == 6, "another dtype alone is no other text"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"family": "sdxl9"}, "manifest ragged: .*there is no model family 'sdxl9'.*Update latentcache"),
-        ({"text_encoding": {"keeps_padding": False, "max_length": "long"}}, "ragged: .* is no recipe of chroma"),
-    ],
-)
-def test_a_manifest_of_another_family_or_recipe_is_refused_by_name(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_a_manifest_of_another_family_or_recipe_is_refused_by_name(tmp_path: Path) -> None:
+    no_recipe = {"keeps_padding": False, "max_length": "long"}
     with LatentCache(on_disk(tmp_path / "cache", "chroma", LENGTHS)) as cache:
         manifest = cache.manifest("ragged")
-        cache.manifests.write(replace(manifest, common={**manifest.common, **change}))
-        cache.refresh()
-        with pytest.raises(StoreError, match=message):
-            cache.batch(["0"], device="cpu")
+        for change, message in (
+            ({"family": "sdxl9"}, "manifest ragged: .*there is no model family 'sdxl9'.*Update latentcache"),
+            ({"text_encoding": no_recipe}, "ragged: .* is no recipe of chroma"),
+        ):
+            cache.manifests.write(replace(manifest, common={**manifest.common, **change}))
+            cache.refresh()
+            with pytest.raises(StoreError, match=message):
+                cache.batch(["0"], device="cpu")

@@ -1,4 +1,4 @@
-"""Reading a cache needs no package of those that encode: a trainer may have other releases of them, or none."""
+"""Reading a cache needs none of the encoders' packages: a trainer may have other releases of them, or none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_without(modules: set[str], program: Path, *arguments: str) -> subprocess
 
 
 def modules_beyond_core() -> set[str]:
-    """The modules of all installed packages but those that `pip install latentcache` alone brings."""
+    """The modules of all installed packages that a plain `pip install latentcache` does not install."""
     wanted, names = [*PROJECT["dependencies"]], set[str]()
     while wanted:
         requirement = Requirement(wanted.pop())

@@ -1,4 +1,4 @@
-"""Encoders on a second device: dtypes, offload hooks, and the limits of its memory."""
+"""Encoders on another device: image-to-video clips, the dtype of a VAE, and models under offload hooks."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_all_that_a_clip_has_is_made_on_the_device(device: torch.device, tmp_pat
 @pytest.mark.parametrize(
     ("form", "family", "stated", "expected", "reason"),
     [
-        ("folder", "sd15", None, "float16", "has no force_upcast"),  # as Stable Diffusion 1.5 is published
+        ("folder", "sd15", None, "float16", "has no force_upcast"),  # like the published Stable Diffusion 1.5
         ("loaded", "sd15", None, "float16", "has no force_upcast"),
-        ("folder", "sdxl", True, "float32", "has force_upcast"),  # as SDXL is published
+        ("folder", "sdxl", True, "float32", "has force_upcast"),  # like the published SDXL
         ("file", "sdxl", False, "float16", "has no force_upcast"),
         ("loaded", "sdxl", None, "float32", "does not say"),
     ],
@@ -103,7 +103,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "vae")
 
 
 def test_a_run_leaves_hooked_models_where_they_were(make_config: Callable[..., Config], device: torch.device) -> None:
-    """Hooks as of diffusers' enable_model_cpu_offload, which move a model to the device when it runs."""
+    """With the hooks of diffusers' enable_model_cpu_offload, which move a model to the device when it runs."""
     types = {"encode.vae_dtype": "float32", "encode.text_dtype": "float32", "encode.batch_size": 1}
     config = make_config(**{"encode.device": str(device), **types})
 
@@ -125,7 +125,7 @@ def test_a_run_leaves_hooked_models_where_they_were(make_config: Callable[..., C
 def test_sequentially_offloaded_models_run_under_their_hooks_and_a_run_says_what_to_do(
     make_config: Callable[..., Config], device: torch.device
 ) -> None:
-    """Hooks as of enable_sequential_cpu_offload: weights are on meta until their submodule runs, so there is no key."""
+    """With enable_sequential_cpu_offload weights are on meta until a submodule runs, so no key can be computed."""
     parts = tiny_parts()
     pixels, tokens = torch.zeros(1, 3, 32, 32, device=device), torch.tensor([[1, 2, 3]], device=device)
     expected = [parts["vae"].encode(pixels.cpu())[0].mean, parts["text_encoder"](tokens.cpu())[0]]

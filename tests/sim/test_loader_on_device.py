@@ -1,4 +1,4 @@
-"""The loader on a second device, with streams if the device has them."""
+"""The loader on a second device: its batches there, with streams if the device has any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {"sim": 0.0, "cuda": 1e-6}
 
 
 def test_batches_are_those_of_the_cache_with_the_numbers_of_the_cpu(tmp_path: Path, device: torch.device) -> None:
-    """Even if batches are held while others arrive."""
+    """Including batches that are held while others are loaded."""
     make_cache(tmp_path)
     unet = torch.nn.Linear(1, 1).to(device, torch.bfloat16)
     sampler = BucketBatchSampler(LatentDataset(tmp_path / "cache", "photos"), 2, seed=9)

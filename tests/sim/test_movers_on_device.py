@@ -1,4 +1,4 @@
-"""Models whose trainer moves their weights: no false alarm while a step works, and what was forgotten is named."""
+"""Models whose trainer moves their weights: no false alarms, and weights that were really forgotten are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Layer(torch.nn.Linear):
-    """It only passes on what it gets, so that its weights may be anywhere."""
+    """Returns its input, so its weights can be anywhere."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -30,7 +30,7 @@ class Denoiser(torch.nn.Module):
         blocks = (torch.nn.Sequential(OrderedDict(norm=torch.nn.LayerNorm(4), up=Layer(4, 4))) for _ in range(4))
         self.blocks = torch.nn.ModuleList(blocks).requires_grad_(False)
         self.bring: Callable[[Any], object] = lambda block: None
-        """What is called before each block."""
+        """Called before each block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
@@ -56,14 +56,14 @@ def swap_weights(model: Denoiser, device: torch.device) -> None:
 
 
 def stream_blocks(model: Denoiser, device: torch.device) -> None:
-    """SimpleTuner: whole blocks wait on the CPU. It does not say where they go."""
+    """SimpleTuner: whole blocks wait on the CPU, and it does not reveal their device."""
     model.streamer = SimpleNamespace(stream_in=None, block_indices={2, 3})
     model.bring = lambda block: block.to(device)
     model.blocks[2:].to(CPU)
 
 
 def fetch_layers(model: Denoiser, device: torch.device) -> None:
-    """ai-toolkit: the weights of a layer are always on the CPU, and its forward copies them."""
+    """ai-toolkit: a layer's weights stay on the CPU, and its forward copies them."""
     for block in model.blocks:
         block.up.to(CPU)
         block.up._layer_memory_manager, block.up._memory_management_device = SimpleNamespace(), device
@@ -99,7 +99,7 @@ MOVERS: dict[Callable[[Denoiser, torch.device], None], str] = {
     fetch_layers: "blocks.2.norm",
     conduct_blocks: "inp",
 }
-"""With a submodule that each does not move."""
+"""Each with a submodule that it does not move."""
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def test_weights_that_are_moved_pass_and_what_was_forgotten_beside_them_is_named
 
 @torch.no_grad()
 def test_a_second_forward_under_block_swap_without_a_backward_is_a_real_mismatch(device: torch.device) -> None:
-    """The first one has left the first blocks on the CPU."""
+    """The first forward left the first blocks on the CPU."""
     model = Denoiser().to(device)
     swap_weights(model, device)
     model.bring = lambda block: None

@@ -75,9 +75,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_torch_judges_each_misplaced_state_and_a_repair_continues(
-    name: str, setting: str, device: torch.device
-) -> None:
+def test_torch_judges_misplaced_state_and_a_repair_continues(name: str, setting: str, device: torch.device) -> None:
     """With a single state tensor on the other device, the step fails exactly if the audit reports an error."""
     fresh_model, fresh = trained(name, setting, device)
     for key in dict.fromkeys(state.key for state in state_tensors(fresh)):

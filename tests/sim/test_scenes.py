@@ -1,7 +1,6 @@
 """Four device mismatches that people reported: first plain PyTorch fails, then this project's answer works.
 
-The answers to the first are checked by assertions that the usual, wrong remedies fail. The fifth report has its own
-file, test_cold_cache.py.
+Assertions that fail for the usual, wrong remedies check the answers to the first. test_cold_cache.py has a fifth case.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def built(device: torch.device, *, model_on: torch.device | None = None, **flags
 
 
 def saved_run(device: torch.device, path: Path, **flags: object) -> tuple[Path, torch.Tensor, list[float]]:
-    """Three steps, a checkpoint, three more. Returns the plain checkpoint, and the run's final weights and losses."""
+    """Three steps, a checkpoint, three more steps. Returns the plain checkpoint, and the final weights and losses."""
     run = built(device, **flags)
     losses = [run.step() for _ in range(3)]
     save_checkpoint(path / "ours", **run.parts(), step=3)
@@ -89,13 +88,13 @@ def move_everything(optimizer: torch.optim.Optimizer) -> None:
 
 
 def move_moments_only(optimizer: torch.optim.Optimizer) -> None:
-    """What `Optimizer.load_state_dict` did up to torch 2.0: `step` is left where the file was read to."""
+    """What `Optimizer.load_state_dict` did up to torch 2.0: `step` stays where the file was loaded."""
     for param, state in optimizer.state.items():
         state.update({k: v.to(param.device) for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()})
 
 
 def assert_continues(run: Run, weights: torch.Tensor, losses: list[float]) -> None:
-    """Check that the audit is clean, so that no step waits for the device, and that every bit is the same."""
+    """The audit is clean, so no step waits for the device, and all bits are equal."""
     assert audit(run.parts(), device=run.device).findings == ()
     assert [run.step() for _ in range(3)] == losses[-3:]
     assert torch.equal(run.weights(), weights)
@@ -180,7 +179,7 @@ def test_llms_from_scratch_232_state_loaded_while_the_model_was_on_the_cpu(
     run = resumed(device, path, **flags)
     report = audit({"model": run.model, "optimizer": run.optimizer}, device=device)
     assert "optimizer.model.0.weight.exp_avg" in {finding.path for finding in report.errors}
-    # A capturable group is checked by torch.optim itself, with an assert.
+    # torch.optim itself checks capturable groups, with an assert.
     with pytest.raises((RuntimeError, AssertionError), match=r"device"):
         run.step()
     run = resumed(device, path, **flags)
