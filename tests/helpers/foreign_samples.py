@@ -20,7 +20,6 @@ from latentcache.types import Refusal, Size
 
 BUCKET = Size(64, 128)
 STD = 7.7
-FACTOR = 0.13025
 
 
 @dataclass

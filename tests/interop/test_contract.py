@@ -1,4 +1,4 @@
-"""What all exports share: samples that are left out, values, and files that are whole."""
+"""What all exports share: skipped samples, values, and atomic files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = pytest.mark.parametrize("module", [kohya, musubi, webdataset], ids=["kohya
 
 
 def cache_for(module: Any, *sample_ids: str) -> LatentCache:
-    """Samples of a family that the format can hold."""
+    """Samples of a family that the format supports."""
     if module is musubi:
         return imported(Foreign(of_family("z-image", *sample_ids), family="z-image"))[0]
     return imported(Foreign(pairs(*sample_ids), "kohya"))[0]
@@ -31,7 +31,7 @@ def cache_for(module: Any, *sample_ids: str) -> LatentCache:
 
 @ALL
 def test_what_cannot_be_exported_is_listed_and_the_rest_exported(tmp_path: Path, module: Any) -> None:
-    """Nor is a file written outside of the folder."""
+    """No file is written outside of the folder either."""
     role, outside = "mask" if module is musubi else "control 1", ["../up.png", "/abs.png", "a/../../up.png"]
     cache = cache_for(module, *outside, "half \ud83d.png", "no-image.png", "no-text.png", "part.png", "whole.png")
     manifest = cache.manifest("foreign")
@@ -73,10 +73,10 @@ def test_the_mean_of_moments_is_written(make_config: Callable[..., Config], tmp_
                 assert np.array_equal(arrays[name], moments[:4].float().numpy())
 
 
-def test_files_that_are_there_stay_unless_asked_for(tmp_path: Path) -> None:
+def test_existing_files_are_kept_without_overwrite(tmp_path: Path) -> None:
     cache = cache_for(kohya, "a.png")
     kohya.export(cache, "foreign", tmp_path)
-    files = sorted(path for path in tmp_path.iterdir())
+    files = sorted(tmp_path.iterdir())
     files[0].write_bytes(b"mine")
     again = kohya.export(cache, "foreign", tmp_path)
     assert files[0].read_bytes() == b"mine" and again.num_files == 0
@@ -87,7 +87,7 @@ def test_files_that_are_there_stay_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_export_and_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the formats, only a shard is open while samples are read."""
+    """Only a shard is open while samples are read."""
     cache = cache_for(webdataset, "a.png", "b.png")
     get, calls = cache.get, iter(range(2))
 

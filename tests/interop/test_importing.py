@@ -1,4 +1,4 @@
-"""Any foreign cache as a manifest: unscaled, unverified, returned only on request, verified, replaced by precache."""
+"""Importing any foreign cache: unscaled, unverified, returned only on request, verified, and replaced by precache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.foreign_samples import FACTOR, STD, Foreign, image, imported, pairs, text
+from helpers.foreign_samples import STD, Foreign, image, imported, pairs, text
 from helpers.photo_files import write_photo, write_photos
 from helpers.tiny_configs import tiny_config
 
@@ -68,20 +68,7 @@ def test_an_unscaled_import_keeps_every_bit_and_says_what_it_is(tmp_path: Path) 
     assert entry.record.identity["source"] == caption_digest("a photo") and row.captions[0].text == "a photo"
 
 
-def test_scaled_latents_are_divided_in_float32() -> None:
-    """Also of two dtypes: what is stored has one."""
-    exact, half = torch.randn(4, 8, 16), torch.randn(4, 8, 16).to(torch.bfloat16)
-    items = [image(name, latents=each, is_scaled=True) for name, each in (("a", exact), ("b", half))]
-    cache, report = imported(Foreign([*items, text("a", "b")]))
-    assert report.refused == [] and report.num_samples == 2
-    stored = cache.batch(["a", "b"], device="cpu")["latents"]
-    assert stored.dtype is torch.float32 and torch.equal(stored, torch.stack([exact, half.float()]) / FACTOR)
-    # Multiplied again and rounded, they equal those of the file; and so a UNet gets them.
-    batch = cache.batch(["b"], device="cpu", dtype=torch.bfloat16, scaled=True)
-    assert torch.equal(batch["latents"][0], half)
-
-
-def test_the_frames_and_the_channels_are_those_of_the_family() -> None:
+def test_latents_of_other_frames_or_channels_than_the_family_has_are_refused() -> None:
     geometry = image("a").geometry
     still, clip = (torch.randn(16, frames, 8, 16) for frames in (1, 3))
     for family, good, bad in (("wan", still, clip), ("wan", still, still[:, 0]), ("flux", still[:, 0], still[:4, 0])):
@@ -91,11 +78,10 @@ def test_the_frames_and_the_channels_are_those_of_the_family() -> None:
         assert f"does not fit a bucket of {geometry.target_size} of {family}" in report.refused[0].detail
 
 
-def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
+def test_unknown_captions_and_shared_captions() -> None:
     workspace = Workspace()
-    report = into(
-        workspace, image("a"), image("b"), text("a", "b", caption=None), text("b", caption="x"), text("b", caption="x")
-    )
+    texts = [text("a", "b", caption=None), text("b", caption="x"), text("b", caption="x")]
+    report = into(workspace, image("a"), image("b"), *texts)
     assert report.num_unknown_captions == 1 and report.num_samples == 2
     rows = rows_of(workspace)
     assert [ref.text for ref in rows["a"].captions] == [""] and [ref.text for ref in rows["b"].captions] == ["", "x"]
@@ -117,7 +103,7 @@ def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
         (replace(text("a"), prompt_embeds=torch.randn(77)), "corrupt", "the shapes"),
         (replace(text("a"), pooled_prompt_embeds=torch.full((40,), math.nan)), "bad-output", "nan"),
         (
-            # It is to be stored in the dtype of prompt_embeds, which has no such value.
+            # Stored in the dtype of prompt_embeds, it overflows.
             replace(text("a", dtype=torch.float16), pooled_prompt_embeds=torch.full((40,), 1e6)),
             "bad-output",
             "pooled_prompt_embeds holds inf",
@@ -135,15 +121,11 @@ def test_bad_items_are_listed_and_the_others_imported(item: Any, reason: str, de
     assert report.to_json()["num_refused"] == 1 and "refused   1" in report.to_text()
 
 
-def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
-    workspace = Workspace()
-    report = into(workspace, *pairs("a"), image("b"), text("c"), image("d", flip=True), text("d"))
-    assert [(item.sample_id, item.detail.split()[1]) for item in report.incomplete] == [
-        ("b", "text"),
-        ("c", "image"),
-        ("d", "image"),
-    ]
-    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+def test_incomplete_samples_are_listed_and_not_returned() -> None:
+    items = [*pairs("a"), image("b"), text("c"), image("d", flip=True), text("d")]
+    cache, report = imported(Foreign(items))
+    incomplete = [(item.sample_id, item.detail.split()[1]) for item in report.incomplete]
+    assert incomplete == [("b", "text"), ("c", "image"), ("d", "image")]
     assert cache.sample_ids() == ["a"]
     with pytest.raises(SampleError, match="no text entry was imported"):
         cache.row("b")
@@ -157,22 +139,22 @@ def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
 def test_latents_of_another_scale_are_refused(is_scaled: bool, std: float, met: str, expected: str) -> None:
     items = [image(f"{number}", is_scaled=is_scaled, std=std) for number in range(65)]
     workspace = Workspace()
-    for given in (items, items[:1]):  # it is looked for after the first 64, and at the end
+    for given in (items, items[:1]):  # checked after the first 64, and at the end
         with pytest.raises(DatasetError, match=met) as caught:
             into(workspace, *given)
         assert re.search(expected, str(caught.value)) and "--no-scale-check" in str(caught.value)
     assert workspace.manifests.names() == []
     assert into(workspace, *items, scale_check=False).num_images == 65
-    # A few white images among those that are as claimed hide nothing: the median counts.
+    # Some outliers, such as white images, do not matter: the median counts.
     odd = [image(f"{number}", is_scaled=True, std=1.0 if number > 30 else 20.0) for number in range(100)]
     assert into(Workspace(), *odd).num_images == 100
 
 
-def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) -> None:
+def test_an_interrupted_import_removes_nothing_of_another_one(tmp_path: Path) -> None:
     class Interrupted(Foreign):
         def items(self) -> Any:
             yield from super().items()
-            with open_workspace(CacheConfig(path=tmp_path / "cache")) as meanwhile:  # which stores the same entries
+            with open_workspace(CacheConfig(path=tmp_path / "cache")) as meanwhile:  # stores the same entries
                 import_cache(Foreign(pairs("a", "b")), meanwhile, name="second")
             raise KeyboardInterrupt
 
@@ -186,7 +168,7 @@ def test_an_interrupted_import_takes_nothing_from_another_one(tmp_path: Path) ->
             assert manifest is not None and workspace.store.find(manifest.keys()) == manifest.keys()
 
 
-def test_an_import_replaces_an_import_but_never_with_nothing_nor_what_precache_made(config: Config) -> None:
+def test_an_import_replaces_only_an_import_and_never_with_nothing(config: Config) -> None:
     with open_workspace(config.cache) as workspace:
         into(workspace, *pairs("a"))
         into(workspace, *pairs("b"))
@@ -202,21 +184,20 @@ def test_an_import_replaces_an_import_but_never_with_nothing_nor_what_precache_m
         assert set(rows_of(workspace)) == {"b"}
 
 
-def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:
+def test_unverified_samples_are_returned_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     with open_workspace(CacheConfig(path=path)) as workspace:
         into(workspace, *pairs("a", "b"))
     with LatentCache(path) as cache:
         key = cache.manifest("foreign").rows["a"].images[0].key
-        for ask in (
+        for request in (
             lambda: cache.batch(["a"], device="cpu"),
             lambda: cache.restricted("foreign").row("a"),
             lambda: LatentDataset(path, "foreign"),
             lambda: cache.get(key),
         ):
-            message = "sample 'a': was imported from test and is unverified.*precache.*--verify.*unverified"
-            with pytest.raises(SampleError, match=message):
-                ask()
+            with pytest.raises(SampleError, match=r"sample 'a': .* is unverified.*precache.*--verify.*unverified"):
+                request()
     with LatentCache(path, unverified=True) as cache:
         assert cache.batch(["a", "b"], device="cpu")["latents"].shape == (2, 4, 8, 16)
         assert cache.restricted("foreign").row("a")[1].sample_id == "a"
@@ -225,21 +206,17 @@ def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) 
     assert len(dataset) == 2 and dataset[1]["latents"].shape == (4, 8, 16)
 
 
-def test_precache_replaces_what_was_imported(
-    make_config: Callable[..., Config], photos: Path, run_json: Callable[..., tuple[int, Any]]
-) -> None:
-    config = make_config()
-    names = ("a.png", "b.png", "gone.png")
-    items = [
-        part for each in names for part in (image(each, image_path=photos / each), text(each, caption="a red house"))
-    ]
+def test_precache_replaces_what_was_imported(make_config: Any, photos: Path, run_json: Any) -> None:
+    config, names = make_config(), ("a.png", "b.png", "gone.png")
+    items = [image(each, image_path=photos / each) for each in names] + [text(*names, caption="a red house")]
     with open_workspace(config.cache) as workspace:
         report = import_cache(Foreign(items), workspace, name="photos")
         assert report.notes == {"image could not be read: No such file or directory": 1}
         imported_keys = set(workspace.store.keys())
+    assert "imported, unverified" in explain(config, "a.png").to_text()
     report = run_precache(config, dry_run=True)
     assert report.num_hits == 0
-    # Two images, the caption they share, and the two others that these samples have now.
+    # Two images, the caption that they share, and the two others that these samples have now.
     assert report.misses_by_reason["imported, unverified"] == 5
     assert report.misses_by_reason["new"] == report.num_misses - 5
     assert run_precache(config).num_encoded == report.num_misses
@@ -260,19 +237,18 @@ def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> N
     with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
         cache.prompt("", device="cpu")
     run_precache(config)
-    # The encoders of an import are not known: the cache's only prompts are taken.
+    # The encoders of an import are unknown, so the cache's only prompts are used.
     with LatentCache(config.cache.path, manifest="foreign") as cache:
         assert cache.prompt("", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
 
 
-# A verification says how imported entries differ from what encoding gives
-
+# Verification
 
 Items = list[ForeignItem]
 
 
 def items_of(config: Config, images: Path, seed: int | None = None, output: Any = "mean") -> Items:
-    """What is cached, as items of a foreign cache; with a seed the latents are draws of its moments."""
+    """A cache's entries as items of a foreign one; with a seed the latents are draws from the moments."""
     items, generator = Items(), None if seed is None else torch.Generator().manual_seed(seed)
     with LatentCache(config.cache.path) as cache:
         for name, row in cache.manifest("photos").rows.items():
@@ -297,7 +273,7 @@ def changed(items: Items, of_image: Callable[[torch.Tensor], Any], of_text: Call
 
 @pytest.fixture
 def target(make_config: Callable[..., Config], tmp_path: Path) -> Config:
-    """A config over the same photos, with an empty cache of its own."""
+    """A config for the same photos, with its own empty cache."""
     return make_config(**{"cache.path": tmp_path / "target", "datasets.0.flip": True})
 
 
@@ -312,7 +288,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture
 def items(origin: Config, photos: Path) -> Items:
-    """What the tiny SDXL gives for the photos, with flipped twins."""
+    """What the tiny SDXL encodes for the photos, with flips."""
     return items_of(origin, photos)
 
 
@@ -324,26 +300,36 @@ def verified(config: Config, items: Items, format_name: str = "test", **options:
 
 
 def compared(report: ImportReport) -> dict[str, tuple[int, int]]:
-    """By kind, how many entries were compared, and how many are equal."""
+    """Numbers of compared and of equal entries, by kind."""
     return {kind: (found.num_compared, found.num_equal) for kind, found in report.differences.items()}
 
 
+ALL = {"image": (10, 10), "text": (5, 5)}
+"""Two of the six captions are one entry."""
+
+
 @pytest.mark.parametrize(
-    ("encode", "num_entries", "expected"),
+    ("encode", "num_entries", "is_rounded", "expected"),
     [
-        ({}, "all", {"image": (10, 10), "text": (5, 5)}),  # of 6 captions two are one entry
-        ({"image_output": "sample", "store_dtype": "float16"}, "all", {"image": (10, 10), "text": (5, 5)}),
-        ({"text": "none"}, "all", {"image": (10, 10)}),
-        ({}, 2, {"image": (2, 2), "text": (2, 2)}),
+        ({}, "all", False, ALL),
+        ({"image_output": "sample", "store_dtype": "float16"}, "all", False, ALL),
+        ({}, "all", True, ALL),
+        ({"text": "none"}, "all", False, {"image": (10, 10)}),
+        ({}, 2, False, {"image": (2, 2), "text": (2, 2)}),
     ],
 )
-def test_what_encoding_gives_is_equal_whatever_is_stored(
-    target: Config, items: Items, encode: dict[str, Any], num_entries: Any, expected: dict[str, tuple[int, int]]
+def test_encoded_entries_are_equal_whatever_the_config_stores(
+    target: Config, items: Items, encode: dict[str, Any], num_entries: Any, is_rounded: bool, expected: Any
 ) -> None:
+    """Also if they are rounded in the file, which may be scaled, and not as they are stored."""
+    if is_rounded:
+        items = changed(items, lambda latents: (latents * 0.13025).bfloat16(), torch.Tensor.half)
+        items = [replace(item, is_scaled=True) if isinstance(item, ForeignImage) else item for item in items]
     config = target.model_copy(update={"encode": target.encode.model_copy(update=encode)})
     report = verified(config, items, num_entries=num_entries)
     assert report.unequal == [] and compared(report) == expected
     assert max(found.largest_share for found in report.differences.values()) < 1
+    assert not is_rounded or min(found.largest for found in report.differences.values()) > 0
     no_texts = "texts were not compared: the config has encode.text: none"
     assert report.notes == ({} if "text" in expected else {no_texts: 1})
     with LatentCache(config.cache.path) as cache:
@@ -352,38 +338,23 @@ def test_what_encoding_gives_is_equal_whatever_is_stored(
             cache.batch(["a.png"], device="cpu")
 
 
-def test_what_is_not_equal_stays_unverified_and_is_encoded(target: Config, items: Items) -> None:
+def test_entries_with_one_other_value_are_unequal(target: Config, items: Items) -> None:
     def shifted(tensor: torch.Tensor) -> torch.Tensor:
         return tensor + 0.05 * (torch.arange(tensor.numel()) == 7).reshape(tensor.shape)
 
     report = verified(target, changed(items, shifted, shifted))
-    assert len(report.unequal) == 15
-    assert {refusal.reason for refusal in report.unequal} == {"unequal"}
+    assert [refusal.reason for refusal in report.unequal] == ["unequal"] * 15
     assert all(found.largest == pytest.approx(0.05, abs=1e-3) for found in report.differences.values())
     assert "largest difference 0.05" in report.to_text() and "encoding gives other latents" in report.to_text()
-    planned = run_precache(target, dry_run=True)
-    # The empty caption of d.png counts as the empty prompt, which is new.
-    assert planned.num_hits == 0 and planned.misses_by_reason["imported, unverified"] == 14
-    assert "imported, unverified" in explain(target, "a.png").to_text()
-
-
-def test_rounding_is_equal_where_the_file_is_rounded(target: Config, items: Items) -> None:
-    """Scaled latents are rounded as they are in their file, which is not how they are stored."""
-    rounded = changed(items, lambda latents: (latents * 0.13025).bfloat16(), torch.Tensor.half)
-    rounded = [replace(item, is_scaled=True) if isinstance(item, ForeignImage) else item for item in rounded]
-    report = verified(target, rounded)
-    assert report.unequal == [] and compared(report) == {"image": (10, 10), "text": (5, 5)}
-    assert min(found.largest for found in report.differences.values()) > 0
 
 
 KOHYA = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}
 
 
-def test_draws_of_resized_images_are_compared_with_the_trainers_own_filter(
-    target: Config, make_config: Callable[..., Config], tmp_path: Path, photos: Path
-) -> None:
+def test_draws_of_resized_images(target: Config, make_config: Any, tmp_path: Path, photos: Path) -> None:
+    """They are compared with images resized by the trainer's own filter."""
     parts = tiny_parts()
-    with torch.no_grad():  # a posterior as narrow as the real one's: another filter is far outside it
+    with torch.no_grad():  # a posterior as narrow as a real one, so that another filter is far outside of it
         parts["vae"].quant_conv.weight[4:].zero_()
         parts["vae"].quant_conv.bias[4:].fill_(-16)
     models = LoadedModels(**parts)
@@ -396,10 +367,10 @@ def test_draws_of_resized_images_are_compared_with_the_trainers_own_filter(
     assert (found.num_compared, found.num_equal, found.num_draws) == (5, 0, 5)
     assert report.unequal == []
     assert "5 draws of the posterior, at most" in report.to_text() and "deviations off" in report.to_text()
-    # A draw that is the mean is one.
+    # The mean is a draw too.
     report = verified(target, items_of(of_kohya, photos, output="sample"), "kohya", models=models)
     assert report.unequal == [] and compared(report)["image"] == (5, 5)
-    # Without that filter they are no draws of what encoding gives: so it was for every trainer.
+    # With another filter they are not plausible draws.
     report = verified(target, drawn, models=models)
     far = report.differences["image"]
     assert far.num_draws == 0 and far.largest_deviations is not None and far.largest_deviations > 5

@@ -1,4 +1,4 @@
-"""Files of others: what is read, what is refused, and that nothing in them runs."""
+"""Reading foreign files: what is read, what is refused, and that nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LATENTS = torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(0))
 SAVED = saved(LATENTS)
 NPZ = npz_of({"latents": LATENTS.numpy()})
 LIMIT = 1 << 16
-"""In place of 256 MB."""
+"""Instead of 256 MB."""
 
 
 class Bomb:
-    """Unpickled, it makes a directory in the working one."""
+    """Creates a directory when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("made",)
@@ -55,7 +55,7 @@ class Bomb:
         (read_npz, npz_of({"latents": np.array([Bomb()], dtype=object)}), "allow_pickle=False"),
         (read_torch, saved(torch.zeros(LIMIT)), "it unpacks to .* are allowed"),
         (read_torch, gzip.compress(bytes(LIMIT + 1)), "it unpacks to more than"),
-        # numpy stops reading where the header says, and then nobody compares the checksum.
+        # numpy stops reading where the header says, before the checksum is compared.
         (read_npz, NPZ.replace(b"(4, 12, 8)", b"(4, 12, 7)"), "checksum"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -75,7 +75,7 @@ def test_what_is_hostile_or_damaged_is_refused_and_not_run(
     ("read", "whole"), [(read_npz, NPZ), (read_torch, SAVED), (read_torch, gzip.compress(SAVED, mtime=0))]
 )
 def test_a_damaged_file_is_refused_or_read_as_it_was(tmp_path: Path, read: Any, whole: bytes) -> None:
-    """Some bytes of a zip have no meaning: never the values. Most places are in the headers, which are at the ends."""
+    """Some bytes of a zip have no effect, but never those of values. Most places are in the headers at both ends."""
     expected = read(write(tmp_path / "f.pt", whole))
     ends = {*range(0, 200, 7), *range(len(whole) - 500, len(whole), 7)}
     for at in sorted(ends | {*range(0, len(whole), 97)}):

@@ -1,13 +1,12 @@
-"""kohya sd-scripts' caches: what the specification says is read and written, and what is odd is refused by name."""
+"""The caches of kohya's sd-scripts: files of the specification are read and written, others are refused by name."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from helpers.foreign_samples import imported, split
 from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
 from helpers.photo_files import write_photo
 
-from latentcache.config import Config
 from latentcache.errors import ConfigError
 from latentcache.interop.formats import kohya
 from latentcache.interop.formats.kohya import KohyaCache
@@ -30,7 +28,7 @@ from latentcache.types import Crop, Geometry, Refusal, Size
 
 
 def write_sample(folder: Path, stem: str, dialect: Any = dialect_a, **more: np.ndarray) -> None:
-    """Of SDXL."""
+    """A photo, and its files for SDXL."""
     write_photo(folder / f"{stem}.png", len(stem), (160, 320))
     arrays = dialect_a(len(stem), 320, 160, (128, 64), latents_flipped=latents_of(9, 64, 128), **more)
     write_npz(folder / latents_name(stem, 320, 160), dialect_b(arrays) if dialect is dialect_b else arrays)
@@ -38,7 +36,7 @@ def write_sample(folder: Path, stem: str, dialect: Any = dialect_a, **more: np.n
 
 
 def flux_text(seed: int, **more: Any) -> dict[str, np.ndarray]:
-    """Of widths 24 and 16: 4096 and 768 in earnest."""
+    """The arrays of a text for FLUX.1, of widths 24 and 16 instead of 4096 and 768."""
     generator, length = np.random.default_rng(seed), 512
     return {
         "l_pooled": generator.normal(size=16).astype(np.float32),
@@ -61,7 +59,7 @@ def write_flux(folder: Path, names: list[str]) -> None:
 
 SHADES = np.random.default_rng(3).integers(0, 256, (8, 16)).astype(np.float32) / np.float32(255)
 MASK = SHADES.repeat(8, axis=0).repeat(8, axis=1)
-"""Its number for each latent is exact."""
+"""A mask whose value for each latent is exact."""
 
 
 def test_dialect_a_with_its_flipped_twin(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ def test_dialect_a_with_its_flipped_twin(tmp_path: Path) -> None:
         assert item.image_path == tmp_path / "sub" / "cat.png"
         assert item.latents.dtype is torch.float32 and torch.equal(item.latents, torch.from_numpy(arrays[name]))
         assert not item.is_scaled and item.output == "sample" and item.note is None
-    # The whole image would lie at (16, 0) in the bucket; what kohya does is another thing.
+    # The place of the whole image in the bucket, which is not the crop.
     assert arrays["crop_ltrb"].tolist() == [16, 0, 48, 64]
     assert plain.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64))
     assert flipped.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64), flip=True)
@@ -91,9 +89,8 @@ def test_dialect_b_gives_one_of_its_resolutions(tmp_path: Path) -> None:
     assert largest.geometry.target_size == Size(64, 128) and largest.note == kohya.NOTE_OTHERS
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_a_text_is_both_encoders_side_by_side_and_its_images_may_be_elsewhere(tmp_path: Path, dtype: type) -> None:
-    images, arrays = tmp_path / "images", text_of(3, dtype)
+def test_a_text_is_both_encoders_side_by_side_and_its_images_may_be_elsewhere(tmp_path: Path) -> None:
+    images, arrays = tmp_path / "images", text_of(3)
     for suffix in (".png", ".jpg"):
         write_photo(images / f"sub/cat{suffix}", 0)
     (images / "sub/cat.txt").write_text("a cat\nanother caption\n")
@@ -134,10 +131,8 @@ BAD_MASKS = (MASK[:, :-8], MASK[None], MASK * 2, MASK - 0.1, np.full_like(MASK, 
         (FLUX, flux_text(0, t5_attn_mask=np.ones(3, np.int64)), "corrupt", "do not match"),
     ],
 )
-def test_odd_files_are_refused_by_name(
-    tmp_path: Path, name: str, arrays: dict[str, np.ndarray], reason: str, detail: str
-) -> None:
-    if name != FLUX:  # a folder need not have images
+def test_odd_files_are_refused_by_name(tmp_path: Path, name: str, arrays: Any, reason: str, detail: str) -> None:
+    if name != FLUX:  # also without any image
         write_photo(tmp_path / "cat.png", 0, (160, 320))
     path = write_npz(tmp_path / name, arrays)
     [refusal] = KohyaCache(tmp_path, family="flux" if name == FLUX else None).items()
@@ -156,7 +151,7 @@ def test_an_export_gives_the_files_back(tmp_path: Path, made: str) -> None:
     cache, _ = imported(KohyaCache(tmp_path / "made"), "kohya")
     report = kohya.export(cache, "kohya", tmp_path / "out", with_resolution=made == "dialect b")
     assert (report.num_images, report.num_texts, report.skipped) == (2 if made == "flux" else 4, 2, [])
-    assert report.num_other_buckets == 0 and report.buckets == {}  # they are kohya's own
+    assert report.num_other_buckets == 0 and report.buckets == {}  # kohya's own need no check
     assert report.notes == ({kohya.NOTE_MASK_UNKNOWN: 2} if made == "flux" else {})
     paths = [path.relative_to(tmp_path / "made") for path in (tmp_path / "made").rglob("*.npz")]
     assert len(paths) == report.num_files == 4
@@ -165,24 +160,20 @@ def test_an_export_gives_the_files_back(tmp_path: Path, made: str) -> None:
             assert set(before) == set(after)
             for name in before:
                 assert before[name].dtype == after[name].dtype and before[name].shape == after[name].shape
-                if made == "flux" and name.startswith("latents"):  # the shift was subtracted and added again
+                if made == "flux" and name.startswith("latents"):  # unscaled and scaled again
                     np.testing.assert_allclose(before[name], after[name], rtol=1e-6, atol=1e-6)
                 elif name != "t5_attn_mask":
                     np.testing.assert_array_equal(before[name], after[name], name)
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own
-@pytest.mark.skipif("SD_SCRIPTS" not in os.environ, reason="SD_SCRIPTS names no checkout of kohya-ss/sd-scripts")
-def test_sd_scripts_own_code_reads_an_export(
-    make_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its strategies find each file by the image's name and size, and give the values of the cache."""
+@pytest.mark.skipif("SD_SCRIPTS" not in os.environ, reason="SD_SCRIPTS is not set to a checkout of kohya-ss/sd-scripts")
+def test_sd_scripts_own_code_reads_an_export(make_config: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its strategies find each file by the image's name and size, and read the values of the cache."""
     config = make_config(**{"datasets.0.flip": True})
     run_precache(config)
-    stand_ins = {name: ModuleType(name) for name in ("library.utils", "library.train_util")}
-    vars(stand_ins["library.utils"])["setup_logging"] = lambda *given, **named: None
-    for name, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("library.utils", "library.train_util"):  # stand-ins
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(setup_logging=lambda *given, **named: None))
     monkeypatch.syspath_prepend(os.environ["SD_SCRIPTS"])
     from library.strategy_sd import SdSdxlLatentsCachingStrategy
     from library.strategy_sdxl import SdxlTextEncoderOutputsCachingStrategy
@@ -194,7 +185,7 @@ def test_sd_scripts_own_code_reads_an_export(
         for sample_id in cache.sample_ids():
             _, row = cache.row(sample_id)
             geometry, image = row.images[0].geometry, str(tmp_path / sample_id)
-            size, bucket = geometry.original_size[::-1], geometry.target_size[::-1]  # (width, height), as theirs
+            size, bucket = geometry.original_size[::-1], geometry.target_size[::-1]  # (width, height) in sd-scripts
             path = latents.get_latents_npz_path(image, size)
             assert latents.is_disk_cached_latents_expected(bucket, path, True, False)
             found, original, crop, mirrored, mask = latents.load_latents_from_disk(path, bucket)
@@ -211,12 +202,11 @@ def test_sd_scripts_own_code_reads_an_export(
 
 
 def test_an_alpha_mask_is_the_mask_of_its_sample(tmp_path: Path) -> None:
-    """As `interpolate(..., mode="area")` of kohya's masked loss, in steps of 1/255."""
+    """The same as `interpolate(..., mode="area")` in kohya's masked loss, in steps of 1/255."""
     pixels = np.random.default_rng(4).random((64, 128), dtype=np.float32)
     write_sample(tmp_path, "cat", alpha_mask=pixels)
     write_sample(tmp_path, "other")
     cache, report = imported(KohyaCache(tmp_path), "kohya")
-    # Latents, their mirrored twins, texts, and the masks of one sample.
     assert report.refused == [] and report.num_images == 4
     assert report.notes == {kohya.NOTE_MASK: 2}
     wanted = torch.nn.functional.interpolate(torch.from_numpy(pixels)[None, None], size=(8, 16), mode="area")
@@ -231,8 +221,8 @@ def test_an_alpha_mask_is_the_mask_of_its_sample(tmp_path: Path) -> None:
     assert plain.source == manifest.rows["cat.png"].source and {plain.trust, flipped.trust} == {"unverified"}
 
 
-def test_files_of_an_image_that_cannot_be_used_are_refused_with_it(tmp_path: Path) -> None:
-    """They were imported as a sample `cat`, without its caption, beside the dataset's own `cat.png`."""
+def test_the_files_of_an_unusable_image_are_refused(tmp_path: Path) -> None:
+    """They were once imported as a sample `cat` without a caption, next to the dataset's own `cat.png`."""
     for stem in ("cat", "dog"):
         write_sample(tmp_path, stem)
     (tmp_path / "cat.txt").write_bytes(b"caf\xe9")  # Latin-1

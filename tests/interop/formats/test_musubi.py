@@ -1,4 +1,4 @@
-"""musubi-tuner's files for every family that both have: equal to those of its specification, and what is left out."""
+"""The files of musubi-tuner, for every family that both support: equal to the specification, and what is left out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_FRAMES = ("qwen-image", "krea2", "wan")
 
 
 def cache_of(family: str, folder: str = "") -> tuple[LatentCache, list[Any]]:
-    """A cache with a sample for each stem, and the foreign items, a latent and a text for each, that it was made of."""
+    """A cache with a sample for each stem, and the items, a latent and a text for each, that it was imported from."""
     items = of_family(family, *(f"{folder}{stem}.png" for stem in STEMS))
     cache, report = imported(Foreign(items, family=family))
     assert not report.refused and report.num_samples == 2
@@ -37,7 +37,7 @@ def cache_of(family: str, folder: str = "") -> tuple[LatentCache, list[Any]]:
 
 @pytest.mark.parametrize("family", sorted(set(LAYOUTS) - {"flux", "wan-i2v"}))
 def test_the_files_are_as_the_specification_has_them(tmp_path: Path, family: str) -> None:
-    """To the last bit, with the names and the metadata that musubi-tuner asks for."""
+    """Bit for bit, with the names and the metadata that musubi-tuner requires."""
     cache, items = cache_of(family, "sub/")
     layout, is_scaled = LAYOUTS[family], family != "z-image"
     of_all = {"architecture": layout.title, "format_version": "1.0.1"}
@@ -61,24 +61,23 @@ def test_the_files_are_as_the_specification_has_them(tmp_path: Path, family: str
 
 
 @pytest.mark.filterwarnings("ignore")  # of its own
-@pytest.mark.skipif("MUSUBI_TUNER" not in os.environ, reason="MUSUBI_TUNER names no checkout of kohya-ss/musubi-tuner")
+@pytest.mark.skipif("MUSUBI_TUNER" not in os.environ, reason="MUSUBI_TUNER is not set to a checkout of musubi-tuner")
 @pytest.mark.parametrize(("family", "text"), [("qwen-image", "vl_embed"), ("wan", "t5"), ("z-image", "llm_embed")])
 def test_its_own_code_reads_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, text: str) -> None:
-    """Its reader of batches, over the names that it makes of an image's name and size, gives the cache's values."""
-    monkeypatch.setitem(sys.modules, "cv2", ModuleType("cv2"))  # for images, which are not read
+    """Its batch reader finds the files by the image's name and size, and reads the cache's values."""
+    monkeypatch.setitem(sys.modules, "cv2", ModuleType("cv2"))  # only for reading images
     monkeypatch.syspath_prepend(str(Path(os.environ["MUSUBI_TUNER"], "src")))
     from musubi_tuner.dataset.bucket import BucketBatchManager
 
     cache, _ = cache_of(family)
     musubi.export(cache, "foreign", tmp_path, dtype=torch.float32)
     items, short = [], LAYOUTS[family].architecture
-    for stem in STEMS:
-        start = f"{tmp_path}/{stem}"
+    for start in (f"{tmp_path}/{stem}" for stem in STEMS):
         latents, texts = f"{start}_0160x0080_{short}.safetensors", f"{start}_{short}_te.safetensors"
         items.append(SimpleNamespace(latent_cache_path=latents, text_encoder_output_cache_path=texts))
     [batch] = BucketBatchManager({(BUCKET.width, BUCKET.height): items}, batch_size=2)
-    for number, sample_id in enumerate(f"{stem}.png" for stem in STEMS):
-        expected = cache.batch([sample_id], device="cpu", scaled=family != "z-image")
+    for number, stem in enumerate(STEMS):
+        expected = cache.batch([f"{stem}.png"], device="cpu", scaled=family != "z-image")
         assert torch.equal(batch["latents"][number].reshape(-1), expected["latents"].float().reshape(-1))
         assert torch.equal(batch[text][number], unpadded(expected, "prompt_embeds")[0])
 
@@ -98,9 +97,8 @@ def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
     cache.manifests.write(replace(manifest, rows=rows))
     cache.refresh()
     report = musubi.export(cache, "foreign", tmp_path / "out")
-    assert report.num_images == 1 and [(each.sample_id, each.reason) for each in report.skipped] == [
-        ("dog.png", "missing")
-    ]
+    skipped = [(each.sample_id, each.reason) for each in report.skipped]
+    assert report.num_images == 1 and skipped == [("dog.png", "missing")]
     (path,) = (tmp_path / "out").glob("cat_*_fk.safetensors")
     found = load_file(path)
     torch.testing.assert_close(found["latents_1x8x16_float32"], items[0].latents.float())
@@ -108,7 +106,7 @@ def test_kontext_has_the_latents_of_its_control_image(tmp_path: Path) -> None:
 
 
 def test_a_text_without_its_caption_is_not_exported_as_the_empty_one(tmp_path: Path) -> None:
-    """musubi-tuner would take it for what it trains with where a caption is dropped."""
+    """For musubi-tuner that would be the text for caption dropout."""
     image, text = of_family("wan", "a.png")
     cache, _ = imported(Foreign([image, replace(text, caption=None)], family="wan"))
     report = musubi.export(cache, "foreign", tmp_path)

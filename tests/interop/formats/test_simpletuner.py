@@ -1,4 +1,4 @@
-"""SimpleTuner's caches: files as the format's description says, written here without this project's exporter."""
+"""SimpleTuner's caches: files of the format's specification, written independently of this project."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMPTY = "d41d8cd98f00b204e9800998ecf8427e"
 
 CAPTIONS = {"img_001.png": "a red car", "sub/img_002.png": "ein Bär"}
 WIDTH = 8
-"""Of a row, in place of the thousands of the published models."""
+"""Width of the embeddings, instead of the thousands of the published models."""
 MODELS = {
     "sdxl": "sdxl",
     "sd15": "sd1x",
@@ -45,13 +45,13 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def scaled_latents(family: str, number: int) -> torch.Tensor:
-    """For a bucket of 96 x 64 pixels, of the second sample 64 x 96: [C, h, w], of Wan with one frame."""
+    """Latents for a bucket of 96 x 64 pixels, or 64 x 96 for the second sample: [C, h, w], for Wan with one frame."""
     frames = [1] if family == "wan" else []
     return drawn(number, 4 if family in ("sdxl", "sd15") else 16, *frames, *(12, 8)[:: -1 if number else 1])
 
 
 def own_rows(family: str, number: int) -> torch.Tensor:
-    """The embeddings of a text without padding, or with it where the family attends to it: [L, (layers,) D]."""
+    """The embeddings [L, (layers,) D] of a text, with padding only if the family attends to it."""
     num_rows = {"sdxl": 77, "sd15": 77, "flux": 512}.get(family, 5 + number)
     return drawn(number + 40, num_rows, *([12] if family == "krea2" else []), WIDTH)
 
@@ -61,7 +61,7 @@ def pooled_of(number: int) -> torch.Tensor:
 
 
 def text_of(family: str, number: int) -> dict[str, torch.Tensor]:
-    """The payload of a text: masks leave other rows out than zeros."""
+    """The content of a text file. Its masks leave out rows that are not zeros."""
     rows = own_rows(family, number)
     if family == "sd15":
         return {"prompt_embeds": rows[None]}
@@ -70,10 +70,10 @@ def text_of(family: str, number: int) -> dict[str, torch.Tensor]:
     if family == "flux":
         others = {"time_ids": torch.zeros(512, 3), "attention_masks": (torch.arange(512) < 9).long()[None]}
         return {"prompt_embeds": rows[None], "pooled_prompt_embeds": pooled_of(number), **others}
-    if family == "wan":  # its mask is no mask
+    if family == "wan":  # its "mask" is not a mask
         zeros = rows.new_zeros(512 - len(rows), WIDTH)
         return {"prompt_embeds": torch.cat([rows, zeros])[None], "attention_masks": torch.ones(1, 512, WIDTH)}
-    # T5 and LLMs give numbers for padding too. Krea 2's lies before the last five rows.
+    # T5 and LLMs encode padding too. Krea 2's is before the last five rows.
     length = {"qwen-image": len(rows) + 3}.get(family, 512)
     padding = drawn(number, length - len(rows), *rows.shape[1:])
     last = 5 if family == "krea2" else 0
@@ -86,7 +86,7 @@ def text_of(family: str, number: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """img_001.png, 120 x 64 pixels, and sub/img_002.png, 96 x 128, with their captions; and folders for their cache."""
+    """img_001.png, 120 x 64 pixels, and sub/img_002.png, 96 x 128, with captions; and folders for their cache."""
     for number, (name, size) in enumerate(zip(CAPTIONS, ((120, 64), (96, 128)), strict=True)):
         path = write_photo(tmp_path / "images" / name, number, size)
         path.with_suffix(".txt").write_text(f"{CAPTIONS[name]}\n", encoding="utf-8")
@@ -97,13 +97,14 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 def write_cache(folders: dict[str, Path], family: str) -> None:
     for number, (image, caption) in enumerate(((FIRST, CAR), (SECOND, BEAR))):
-        torch.save(scaled_latents(family, number), folders["root"] / image)
+        latents = scaled_latents(family, number)
+        torch.save(latents.float() if number else latents, folders["root"] / image)  # stored as float32 either way
         torch.save(text_of(family, number), folders["text_cache"] / f"{caption}-{MODELS[family]}.pt")
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(folders: Any, family: str) -> None:
-    """Files are found by hashes: of an image's stem below the same sub folder, and of a caption."""
+    """Files are found by hashes: of an image's stem in the same subfolder, and of a caption."""
     write_cache(folders, family)
     foreign = SimpleTunerCache(**folders)
     assert foreign.family == family
@@ -115,6 +116,7 @@ def test_a_cache_is_imported_unscaled_with_the_rows_that_are_stored_here(folders
         row = manifest.rows[sample_id]
         (ref,) = row.images
         latents, expected = cache.get(ref.key).tensors["latents"], scaled_latents(family, number)
+        assert latents.dtype is torch.float32
         assert latents.shape == (len(expected), *([1] if declared.latent.is_video else []), *expected.shape[-2:])
         assert torch.equal(cache.scaling(manifest).apply(latents).bfloat16().reshape(expected.shape), expected)
         output = cache.get(ref.key).record.identity["imported"]["output"]
@@ -150,7 +152,7 @@ def record(original: Any, resized: Any, target: Any, crop: Any) -> dict[str, Any
 
 
 def with_metadata(folders: Any, records: dict[str, object]) -> SimpleTunerCache:
-    """The cache of SDXL, with these records of the images' sizes."""
+    """An SDXL cache with these records of the images' sizes."""
     write_cache(folders, "sdxl")
     (folders["images"] / "aspect_ratio_bucket_metadata_mine.json").write_text(json.dumps(records))
     return SimpleTunerCache(**folders)
@@ -158,7 +160,7 @@ def with_metadata(folders: Any, records: dict[str, object]) -> SimpleTunerCache:
 
 @pytest.mark.parametrize("root", ["", "/workspace/data/", "C:\\set\\"])
 def test_metadata_give_the_crop(folders: Any, root: str) -> None:
-    """Also where the images' folder was elsewhere when the cache was made."""
+    """Also if the images' folder was elsewhere when the cache was made."""
     records = {
         f"{root}img_001.png": record((64, 120), (64, 120), (64, 96), (20, 0)),
         f"{root}sub/img_002.png": record((128, 96), (96, 72), (96, 64), (3, 0)),
@@ -175,12 +177,11 @@ def test_metadata_give_the_crop(folders: Any, root: str) -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["left-top", "top-left"])
-def test_the_order_of_a_crop_is_that_of_the_records_with_room_for_one(folders: Any, order: int) -> None:
-    """SimpleTuner writes it as (left, top) or as (top, left), by release and by the way it crops."""
+def test_the_order_of_a_crop_is_that_of_records_that_fit_in_one_order_only(folders: Any, order: int) -> None:
+    """SimpleTuner writes it as (left, top) or as (top, left), depending on release and crop mode."""
     records = {
-        # Room of 24 x 8: it fits both ways.
-        "img_001.png": record((64, 120), (72, 120), (64, 96), (2, 4)[::order]),
-        "sub/img_002.png": record((128, 96), (96, 72), (96, 64), (0, 3)[::order]),  # room in its height only
+        "img_001.png": record((64, 120), (72, 120), (64, 96), (2, 4)[::order]),  # fits in both orders
+        "sub/img_002.png": record((128, 96), (96, 72), (96, 64), (0, 3)[::order]),  # fits in one only
     }
     found, _, refusals = split(with_metadata(folders, records))
     assert refusals == []
@@ -211,7 +212,7 @@ def test_a_record_that_does_not_fit_is_refused(folders: Any, changed: Any, reaso
 
 
 ZERO_PADDED = torch.cat([torch.ones(1, 9, WIDTH), torch.zeros(1, 503, WIDTH)], dim=1)
-"""As SimpleTuner's `t5_padding: zero` makes it: not what diffusers' FLUX.1 attends to."""
+"""Embeddings with SimpleTuner's `t5_padding: zero`, which are not diffusers'."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""WebDataset shards: members, numbers, dtypes and description, also as webdataset itself reads them."""
+"""WebDataset shards: members, values, dtypes and description, also as read by webdataset itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sample = dict[str, Any]
 
 
 def items(dtype: torch.dtype = torch.float32) -> list[ForeignItem]:
-    """Three samples, of which one is flipped too, one has two captions, and one an odd name."""
+    """Three samples: one with a flip and two captions, one in a subfolder, one with a non-ASCII name."""
     found: list[ForeignItem] = []
     for name in ("a.png", "sub/b.c.png", "ünï.png"):
         for flip in (False, True) if name == "a.png" else (False,):
@@ -41,7 +41,7 @@ def cache_of(contents: list[ForeignItem], family: str = "sdxl") -> LatentCache:
 
 
 def read(folder: Path) -> list[Sample]:
-    """The samples of the tars, as `tarfile` and numpy read them: `json`, and arrays by the names of their members."""
+    """The samples of the tars as read by `tarfile` and numpy: `json`, and arrays by member name."""
     samples: dict[str, Sample] = {}
     for path in sorted(folder.glob("shard-*.tar")):
         with tarfile.open(path) as tar:
@@ -53,19 +53,17 @@ def read(folder: Path) -> list[Sample]:
 
 
 def assert_equal(found: list[Sample], cache: LatentCache) -> None:
-    """Each sample has the tensors of its entries, to the last bit, and says which these are."""
+    """Each sample has the tensors of its entries, bit for bit, and their keys."""
     rows = cache.manifest("foreign").rows
     assert [sample["json"]["sample_id"] for sample in found] == list(rows)
     for sample in found:
         facts, row = sample["json"], rows[sample["json"]["sample_id"]]
-        images = {ref.geometry.flip: ref for ref in row.images}
-        assert facts["geometry"] == images[False].geometry.to_json()
         assert facts["captions"] == [ref.text for ref in row.captions] and facts["caption"] == facts["captions"][0]
         assert facts["keys"]["captions"] == [ref.key for ref in row.captions]
-        expected = {"latents": cache.get(images[False].key).tensors["latents"]}
-        if True in images:
-            assert facts["geometry_flipped"] == images[True].geometry.to_json()
-            expected["latents_flipped"] = cache.get(images[True].key).tensors["latents"]
+        expected = {}
+        for ref, suffix in zip(row.images, ("", "_flipped"), strict=False):
+            assert facts[f"geometry{suffix}"] == ref.geometry.to_json()
+            expected[f"latents{suffix}"] = cache.get(ref.key).tensors["latents"]
         for number, ref in enumerate(row.captions):
             named = cache.get(ref.key).tensors
             expected |= {f"{name}_{number}" if number else name: tensor for name, tensor in named.items()}
@@ -112,7 +110,7 @@ def test_what_a_dtype_cannot_hold_is_skipped(tmp_path: Path) -> None:
     report = webdataset.export(cache, "foreign", tmp_path, dtype=torch.float16)
     assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("large.png", "bad-output")]
     assert "give --dtype float32" in report.skipped[0].detail and report.num_images == 2
-    # A caption that is not known is not taken for the empty one.
+    # An unknown caption is not written as the empty one.
     assert [sample["json"]["captions"] for sample in read(tmp_path)] == [["of b.png"], [None]]
     with pytest.raises(ConfigError, match="supports float16 and float32"):
         webdataset.export(cache, "foreign", tmp_path / "brain", dtype=torch.bfloat16)
