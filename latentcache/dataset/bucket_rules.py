@@ -1,8 +1,8 @@
-"""Whose buckets: how each trainer sizes, resizes and crops an image, as its released code does it.
+"""Bucket rules: how each trainer sizes, resizes and crops an image, as its released code does.
 
-Every rule is checked against tables that were recorded from the trainer's own functions (tests/dataset/data). Sizes
-are (height, width) here; most trainers have them the other way round. The floating point is as there: another order of
-the same operations gives other buckets for a few sizes in a thousand.
+Every rule is tested against tables recorded from the trainer's own functions (tests/dataset/data). Sizes are (height,
+width) here; most trainers use (width, height). The order of floating-point operations is the trainer's: another order
+gives different buckets for a few sizes in a thousand.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from latentcache.types import Bucket, Crop, Geometry, Size
 def bucket_table(config: BucketsConfig) -> tuple[Bucket, ...]:
     """All buckets (height, width), sorted.
 
-    Sides are multiples of `step`. For each height the width is the largest that keeps height * width <= `area`, and
-    the other way round; so a taller or a wider bucket would exceed the area. The longest side is at most `max_aspect`
-    times the shortest. The table is symmetric. `area` 1048576 and `step` 64 give the buckets of models of 1024x1024.
+    Sides are multiples of `step`. Each height gets the largest width with height * width <= `area`, and vice versa, so
+    the table is symmetric. The longer side is at most `max_aspect` times the shorter. `area` 1048576 and `step` 64 give
+    the usual buckets of 1024x1024 models.
 
     Raises ConfigError if no bucket fits.
     """
@@ -44,13 +44,13 @@ def bucket_table(config: BucketsConfig) -> tuple[Bucket, ...]:
 
 
 def assign(size: Size, table: Sequence[Bucket]) -> Bucket:
-    """The bucket whose log aspect ratio is nearest. Of equally near ones, the larger area, then the smaller height.
+    """The bucket with the nearest log aspect ratio. Ties go to the larger area, then to the smaller height.
 
-    The logarithm makes portrait and landscape alike: the transposed size gets the transposed ratio.
+    The logarithm treats portrait and landscape alike: the transposed size gets the transposed bucket.
     """
 
     def distance(bucket: Bucket) -> tuple[float, int, int]:
-        # The quotient of both aspect ratios, made of integers: of equally far buckets it is the same number.
+        # The ratio of both aspect ratios, computed from integers so that ties compare equal.
         across, down = bucket.width * size.height, bucket.height * size.width
         return max(across, down) / min(across, down), -bucket.height * bucket.width, bucket.height
 
@@ -58,13 +58,13 @@ def assign(size: Size, table: Sequence[Bucket]) -> Bucket:
 
 
 def fit(original_size: Size, bucket: Bucket, *, flip: bool = False) -> Geometry:
-    """The smallest resize that covers the bucket, then the crop in the middle. All integers, without floating point.
+    """The smallest resize that covers the bucket, then a center crop, in integer arithmetic.
 
-    One side of `resized_size` equals the bucket's. The other is rounded to the nearest integer (halves up), which
-    never falls below the bucket's. The crop leaves the odd pixel at the bottom or on the right.
+    One side of `resized_size` equals the bucket's. The other is rounded to the nearest integer (halves up) and is never
+    smaller than the bucket's. An odd pixel is cut at the bottom or on the right.
     """
     height, width = original_size
-    # The side that must be enlarged most decides: bucket.height / height >= bucket.width / width.
+    # The side with the larger scale decides: bucket.height / height >= bucket.width / width.
     if bucket.height * width >= bucket.width * height:
         resized = Size(bucket.height, (2 * width * bucket.height + height) // (2 * height))
     else:
@@ -74,9 +74,9 @@ def fit(original_size: Size, bucket: Bucket, *, flip: bool = False) -> Geometry:
 
 
 def fit_like(original_size: Size, image: Geometry) -> Geometry:
-    """What becomes of a control image of this size, so that it lies on its image, whose geometry is `image`.
+    """The geometry that aligns a control image of this size with its image, whose geometry is `image`.
 
-    With the image's proportions it is resized and cropped as that is. Otherwise its middle fills the same bucket.
+    If it has the image's proportions, it is resized and cropped like the image. Otherwise its center fills the bucket.
     """
     if is_alike(original_size, image.original_size):
         return replace(image, original_size=original_size)
@@ -84,12 +84,12 @@ def fit_like(original_size: Size, image: Geometry) -> Geometry:
 
 
 def is_alike(size: Size, other: Size) -> bool:
-    """Whether both have the same proportions, but for sides that were cut to whole pixels."""
+    """Whether both sizes have the same proportions, apart from rounding to whole pixels."""
     return abs(size.height * other.width - size.width * other.height) <= max(sum(size), sum(other))
 
 
 FitFunction = Callable[[Size], Geometry | None]
-"""The fit of an image of this upright size; None where the trainer makes no bucket for it."""
+"""Gives the geometry of an image of this upright size; None if the trainer has no bucket for it."""
 
 FILTERS_OF_RULE = {
     "latentcache": LANCZOS,
@@ -98,39 +98,39 @@ FILTERS_OF_RULE = {
     "onetrainer": "bilinear",
     "diffusers": LANCZOS,
 }
-"""Rule -> its filter (`resampling.FILTERS`), or that which shrinks and that which enlarges. OneTrainer resizes floating
-point, which differs from 8 bits by one level at most; all others give these very pixels."""
+"""Rule -> its filter (`resampling.FILTERS`), or `shrinking and enlarging`. OneTrainer resizes in floating point, which
+differs by at most one 8-bit level; all other rules reproduce the trainer's pixels exactly."""
 
 _ONETRAINER_ASPECTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
-# SimpleTuner takes these megapixels for the area of a square of so many pixels, 0.05 more or less.
+# SimpleTuner maps these megapixels, within 0.05, to the side of a square.
 _SIMPLETUNER_SQUARES = {0.25: 512, 0.5: 768, 1.0: 1024, 2.0: 1536, 4.0: 2048}
 
 
 class BucketRule:
-    """The rule and the settings of a dataset. ConfigError if they make no bucket at all."""
+    """A dataset's bucket rule with its settings. Raises ConfigError if they give no bucket at all."""
 
     def __init__(self, config: BucketsConfig):
         self.config = config
         self._fit = _FIT_FUNCTIONS[config.rule](config)
 
     def geometry(self, size: Size, *, flip: bool = False) -> Geometry | None:
-        """What becomes of an image of this upright size; None if the trainer makes no bucket for it."""
+        """The geometry of an image of this upright size; None if the trainer has no bucket for it."""
         geometry = self._fit(size)
         if geometry is None or not flip:
             return geometry
         (top, left), spare = geometry.crop_top_left, geometry.resized_size.width - geometry.target_size.width
-        # diffusers mirrors the image before it crops it; the crop here is that of the upright image.
+        # diffusers mirrors before cropping; the crop here refers to the unmirrored image.
         mirrors_first = self.config.rule == "diffusers"
         return replace(geometry, crop_top_left=Crop(top, spare - left if mirrors_first else left), flip=True)
 
     def resample(self, geometry: Geometry) -> str:
-        """The filter that resizes an image so; `LANCZOS`, the usual one, also where nothing is resized."""
+        """The filter for this resize; `LANCZOS`, the default, if nothing is resized."""
         return _filter(self.filters, geometry)
 
     @property
     def filters(self) -> str:
-        """The filter of its trainer; where there are two, that which shrinks, `and` that which enlarges."""
-        config = self.config  # only diffusers has `resample` and `sizes`
+        """The trainer's filter, or `shrinking and enlarging` if it has two."""
+        config = self.config  # only the rule diffusers has `resample` and `sizes`
         return config.resample or ("bilinear" if config.sizes else FILTERS_OF_RULE[config.rule])
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class BucketRule:
 
 
 def filter_of_trainer(name: str, geometry: Geometry) -> str:
-    """The filter with which a trainer resized an image so. A name that is no trainer's is ours."""
+    """The filter that a trainer used for this resize. An unknown name gets our own filter."""
     return _filter(FILTERS_OF_RULE.get(name, LANCZOS), geometry)
 
 
@@ -153,7 +153,7 @@ def _filter(filters: str, geometry: Geometry) -> str:
 
 
 def _centred(size: Size, resized: Size, bucket: Bucket) -> Geometry | None:
-    """The crop in the middle, the odd pixel at the bottom or on the right. None if the image would not fill it."""
+    """A center crop, an odd pixel cut at the bottom or on the right. None if the image does not cover the bucket."""
     spare = Size(resized.height - bucket.height, resized.width - bucket.width)
     if min(*spare, bucket.height - 1, bucket.width - 1) < 0:
         return None
@@ -166,7 +166,7 @@ def _latentcache(config: BucketsConfig) -> FitFunction:
 
 
 def _kohya(config: BucketsConfig) -> FitFunction:
-    """Its `BucketManager`. With `upscale` off, a bucket is the image's own size, shrunk to the area and cut."""
+    """Its `BucketManager`. Without `upscale`, the bucket is the image's own size, shrunk to the area and cropped."""
     if not config.upscale and not config.square:
         return lambda size: _kohya_own_size(size, config)
     side = config.resolution
@@ -188,7 +188,7 @@ def _kohya(config: BucketsConfig) -> FitFunction:
 
 
 def _kohya_table(config: BucketsConfig) -> Sequence[Bucket]:
-    """Its `make_bucket_resolutions`, in its order: by width, then by height."""
+    """Its `make_bucket_resolutions`, sorted as there: by width, then by height."""
     step, area = config.step, config.resolution**2
     least, most = config.min_side // step * step, -(-config.max_side // step) * step
     square = config.resolution // step * step
@@ -213,7 +213,7 @@ def _kohya_own_size(size: Size, config: BucketsConfig) -> Geometry | None:
         width, height = stepped(wide), stepped(area / wide)
         if min(width, height) < step or stepped(width / aspect) < step:
             return None
-        # The side that is cut to a whole step, so that the aspect changes least.
+        # Round the side whose rounding changes the aspect least.
         by_width, by_height = width / stepped(width / aspect), stepped(height * aspect) / height
         if abs(by_width - aspect) < abs(by_height - aspect):
             resized = Size(int(width / aspect + 0.5), width)
@@ -223,10 +223,10 @@ def _kohya_own_size(size: Size, config: BucketsConfig) -> Geometry | None:
 
 
 def _simpletuner(config: BucketsConfig) -> FitFunction:
-    """Its `TrainingSample`, with the crop in the middle.
+    """Its `TrainingSample`, with a center crop.
 
-    It keeps the first bucket that it meets of each aspect, which it rounds to two digits. So a few long portraits
-    (1:4 and beyond) have a bucket there that depends on the order of the images; here it does not.
+    SimpleTuner reuses the first bucket it computes for each aspect, rounded to two digits. So its bucket for a few long
+    portraits (1:4 and beyond) depends on the order of the images; here it does not.
     """
     step, square = config.step, config.resolution
     edge, sized = square, _simpletuner_by_edge
@@ -262,12 +262,12 @@ def _of_width(size: Size, width: int) -> Size:
 
 
 def _simpletuner_by_area(size: Size, aspect: float, edge: int, step: int) -> tuple[Bucket, Size]:
-    """Its `calculate_new_size_by_pixel_area`: the bucket, and the size before the crop."""
+    """Its `calculate_new_size_by_pixel_area`: the bucket, and the size before cropping."""
     if aspect == 1.0 and size.width == size.height:
         return Bucket(edge, edge), Size(edge, edge)
     bucket = Bucket(_stepped(edge / math.sqrt(aspect), step), _stepped(edge * math.sqrt(aspect), step))
     resized = _of_width(size, bucket.width) if bucket.width < bucket.height else _of_height(size, bucket.height)
-    # What is lacking on the other side is added to both.
+    # Whatever the other side lacks is added to both sides.
     if bucket.width > resized.width:
         more = _of_width(size, bucket.width - resized.width)
     else:
@@ -289,12 +289,12 @@ def _simpletuner_by_edge(size: Size, aspect: float, edge: int, step: int) -> tup
 
 
 def _onetrainer(config: BucketsConfig) -> FitFunction:
-    """The `AspectBucketing` and `ScaleCropImage` of mgds, for one resolution and without crop jitter."""
+    """The `AspectBucketing` and `ScaleCropImage` of mgds, for one resolution, without crop jitter."""
     side, step = config.resolution, config.step
     ratios = [(1.0, aspect) for aspect in _ONETRAINER_ASPECTS]
     shapes = [(h / math.sqrt(h * w) * side, w / math.sqrt(h * w) * side) for h, w in ratios]
     shapes += [(w, h) for h, w in shapes]
-    # In the order of a set, as there: of two buckets that are equally near, the first is taken.
+    # In set order, as there: of two equally near buckets, the first wins.
     table = list({(round(h / step) * step, round(w / step) * step) for h, w in shapes})
     if config.square:
         table = [(side, side)]
@@ -312,16 +312,16 @@ def _onetrainer(config: BucketsConfig) -> FitFunction:
 
 
 def _diffusers(config: BucketsConfig) -> FitFunction:
-    """A square crop, as train_text_to_image_sdxl.py makes it with --center_crop, or a list of buckets.
+    """A square crop, as in train_text_to_image_sdxl.py with --center_crop, or a list of buckets.
 
-    The scripts with --aspect_ratio_buckets resize to the bucket, whatever the image's own aspect, and crop nothing.
+    Scripts with --aspect_ratio_buckets resize to the bucket, whatever the image's own aspect, without cropping.
     """
     if not config.sizes:
         return lambda size: _diffusers_square(size, config.resolution)
     table = [Bucket(*size) for size in config.sizes]
 
     def place(size: Size) -> Geometry:
-        # Of equally near ones the last: diffusers' find_nearest_bucket.
+        # Ties go to the last bucket, as in diffusers' find_nearest_bucket.
         nearest = min(reversed(table), key=lambda each: abs(size.height * each.width - size.width * each.height))
         return Geometry(size, nearest, Crop(0, 0), nearest)
 
@@ -331,7 +331,7 @@ def _diffusers(config: BucketsConfig) -> FitFunction:
 def _diffusers_square(size: Size, side: int) -> Geometry:
     long = int(side * max(size) / min(size))
     resized = Size(side, long) if size.height <= size.width else Size(long, side)
-    # round() as in torchvision's CenterCrop: halves go to the even number.
+    # round() as in torchvision's CenterCrop: halves round to even.
     crop = Crop(round((resized.height - side) / 2), round((resized.width - side) / 2))
     return Geometry(size, resized, crop, Bucket(side, side))
 

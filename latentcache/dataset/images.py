@@ -1,10 +1,10 @@
-"""Untrusted bytes -> upright sRGB pixels, or a typed refusal. Pillow reads the header, where limits are checked.
+"""Untrusted bytes -> upright sRGB pixels, or a typed refusal. Limits are checked against the header, by Pillow.
 
-Metadata that cannot be read does not cost the image: a broken EXIF block means "upright", and a broken ICC profile, or
-one for another kind of image, means "none" and is logged.
+Unreadable metadata does not cost the image: a broken EXIF block means "upright". An ICC profile that is broken, or for
+another kind of image, is logged and ignored.
 
-What no decoder notices is not found here either: damage inside a JPEG's scan, which has no checksum, and a PNG or WebP
-that was written whole but holds fewer rows than its header says.
+Damage that no decoder detects goes unnoticed: inside a JPEG's scan, which has no checksum, and in a complete PNG or
+WebP with fewer rows than its header says.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _FORMAT_OF_SUFFIX = {
     **dict.fromkeys((".bmp", ".dib"), "BMP"),
     **dict.fromkeys((".tif", ".tiff"), "TIFF"),
     ".jxl": "JXL",
-    **dict.fromkeys((".heic", ".heif", ".hif", ".jp2", ".j2k", ".jpx", ".ico", ".psd"), "a format that is not read"),
+    **dict.fromkeys((".heic", ".heif", ".hif", ".jp2", ".j2k", ".jpx", ".ico", ".psd"), "an unsupported format"),
 }
 IMAGE_SUFFIXES = frozenset(_FORMAT_OF_SUFFIX)
-"""Lower-case suffixes of image files, also those of formats that are refused, so that they are reported."""
+"""Lower-case suffixes of image files, including unsupported formats, so that these are reported."""
 
 _MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L", "I;16N"}
-"""Pillow's modes whose values have a known white. Floats, 32 bits, signed values and Lab have none."""
+"""Pillow modes with a known white level. Floats, 32 bits, signed values and Lab have none."""
 _UNSCALED = {"L;2", "L;4", "RGB;16B"}
-"""PNG's layouts of which Pillow gives a transparent colour in the scale of the file, and the pixels in 8 bits."""
+"""PNG layouts whose transparent colour Pillow gives in the file's own scale, but whose pixels in 8 bits."""
 
-# What Pillow's decoders raise on damaged input. Warnings are met only where the program turns them into errors.
+# What Pillow's decoders raise on damaged input. Warnings matter only if the program turns them into errors.
 _DECODER_ERRORS = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
     *(EOFError, struct.error, zlib.error, ImageCms.PyCMSError, Warning),
 )
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `max_pixels` decides
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # `max_pixels` is the limit
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -71,7 +71,7 @@ _TURNS = {
 
 
 def preparation_policy(config: ImagesConfig) -> dict[str, str]:
-    """What changes the pixels of an accepted image, by name: the `policy` of `identity.Preparation.of`."""
+    """The policies that determine the pixels of an accepted image: the `policy` of `identity.Preparation.of`."""
     return {
         "exif": "upright",
         "colour": "srgb-perceptual",
@@ -82,12 +82,12 @@ def preparation_policy(config: ImagesConfig) -> dict[str, str]:
 
 
 def with_filter(policy: dict[str, str], name: str) -> dict[str, str]:
-    """The policy with the filter `name` of a rule of buckets, where that is another than the usual one."""
+    """The policy with the filter `name` of a bucket rule, unless it is the default."""
     return policy if name == LANCZOS else {**policy, "resample": name}
 
 
 def probe(data: bytes, path: str, config: ImagesConfig) -> Size:
-    """The size after the EXIF turn, by the header alone. `path` is for the message; its suffix must fit the bytes.
+    """The size after EXIF rotation, from the header alone. `path` is for messages; its suffix must match the bytes.
 
     Raises ImageRefused. Bytes that pass may still be refused by `decode`.
     """
@@ -95,12 +95,13 @@ def probe(data: bytes, path: str, config: ImagesConfig) -> Size:
 
 
 def decode(data: bytes, path: str, config: ImagesConfig, *, alpha_only: bool = False) -> np.ndarray:
-    """Upright sRGB pixels of these very bytes: uint8 [H, W, 3], C-contiguous and writable. Raises ImageRefused.
+    """Decode to upright sRGB pixels: uint8 [H, W, 3], C-contiguous and writable. Raises ImageRefused.
 
-    Colours: an ICC profile is converted to sRGB with the perceptual intent, unless it is sRGB to within one step.
-    CMYK without a profile becomes (255 - C)(255 - K) / 255, and so on. 16-bit grey is divided by 257 and rounded; of
-    16-bit RGB, Pillow keeps the high byte, at most one step away. Transparent pixels are blended in straight alpha,
-    in sRGB, with `config.alpha_colour`. With `alpha_only` it is the alpha channel: uint8 [H, W], 255 without one.
+    Colours are converted from the ICC profile to sRGB with the perceptual intent, unless the profile is sRGB to within
+    one level. CMYK without a profile becomes (255 - C)(255 - K) / 255, and so on. 16-bit grey is divided by 257 and
+    rounded; for 16-bit RGB, Pillow keeps the high byte, at most one level off. Transparent pixels are blended with
+    `config.alpha_colour` in sRGB, with straight alpha. `alpha_only` returns the alpha channel instead: uint8 [H, W],
+    255 if there is none.
     """
     image, _, orientation = _open(data, path, config)
     with _refusals(path):
@@ -109,10 +110,10 @@ def decode(data: bytes, path: str, config: ImagesConfig, *, alpha_only: bool = F
 
 
 def frame_times(data: bytes, path: str, config: ImagesConfig) -> tuple[Size, list[float]]:
-    """The upright size of a GIF, PNG or WebP, and for how many ms each frame is shown; none for a still image.
+    """The upright size of a GIF, PNG or WebP, and the duration of each frame in ms; none for a still image.
 
-    Frames of 0 ms are shown for 100, as browsers show those of a GIF. Pillow knows a frame's time when it has decoded
-    it. Raises ImageRefused.
+    A duration of 0 counts as 100 ms, as in browsers. Pillow has to decode a frame to know its duration. Raises
+    ImageRefused.
     """
     image, size, _ = _open(data, path, config.model_copy(update={"animated": "first-frame"}))
     times: list[float] = []
@@ -125,9 +126,9 @@ def frame_times(data: bytes, path: str, config: ImagesConfig) -> tuple[Size, lis
 
 
 def decode_frames(data: bytes, path: str, config: ImagesConfig, numbers: Iterable[int]) -> Iterator[np.ndarray]:
-    """These frames of a GIF, PNG or WebP, numbered from 0, in ascending order, each as `decode` gives it.
+    """Decode these frames of a GIF, PNG or WebP, numbered from 0 and ascending, as `decode` does.
 
-    An image that a PNG shows where animations are not known is none of its frames.
+    The fallback image of an animated PNG is not a frame.
     """
     image, _, orientation = _open(data, path, config.model_copy(update={"animated": "first-frame"}))
     with _refusals(path):
@@ -141,29 +142,29 @@ def decode_frames(data: bytes, path: str, config: ImagesConfig, numbers: Iterabl
 def prepare(pixels: np.ndarray, geometry: Geometry, resample: str = LANCZOS) -> np.ndarray:
     """Resize to `resized_size`, crop at `crop_top_left` to `target_size`, mirror left to right if `flip`.
 
-    `resample` is a filter's name (`resampling.FILTERS`). `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError;
-    a mask is [H, W]. Returns uint8 [h, w, 3], or [h, w], C-contiguous.
+    `resample` is a filter's name (`resampling.FILTERS`). `pixels` must be uint8 [H, W, 3] of `original_size`, or [H, W]
+    for a mask. Returns uint8 [h, w, 3], or [h, w], C-contiguous. Raises ValueError for other pixels.
     """
     (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
     fits = top + height <= geometry.resized_size.height and left + width <= geometry.resized_size.width
     is_whole = pixels.shape in (geometry.original_size, (*geometry.original_size, 3))
     if not is_whole or pixels.dtype != np.uint8 or not fits:
         raise ValueError(
-            f"pixels are {pixels.dtype} {pixels.shape}, but the geometry is {geometry}: call buckets.fit with the size "
-            "of these pixels"
+            f"pixels are {pixels.dtype} {pixels.shape}, but the geometry is {geometry}: compute the geometry from the "
+            "size of these pixels"
         )
     target = resize(pixels, geometry.resized_size, resample)[top : top + height, left : left + width]
-    # A copy, so that the result owns its memory: torch.from_numpy wants it writable, with positive strides.
+    # A copy that owns its memory: torch.from_numpy needs it writable, with positive strides.
     return np.array(target[:, ::-1] if geometry.flip else target, order="C")
 
 
 def as_picture(pixels: np.ndarray) -> Image.Image:
-    """Prepared pixels uint8 [H, W, 3] as an image of Pillow, for processors that take one."""
+    """Prepared pixels uint8 [H, W, 3] as a Pillow image, for processors that expect one."""
     return Image.fromarray(pixels)
 
 
 def check_limits(size: Size, path: str, config: ImagesConfig) -> None:
-    """ImageRefused, naming `path`, for an image of a size that the config does not allow."""
+    """Raise ImageRefused, naming `path`, for a size that the config does not allow."""
     if (num_pixels := size.height * size.width) > config.max_pixels:
         detail = f"{size} is {num_pixels:,} pixels; max_pixels is {config.max_pixels:,}"
         raise ImageRefused(path, "too-many-pixels", detail)
@@ -176,7 +177,7 @@ def check_limits(size: Size, path: str, config: ImagesConfig) -> None:
 
 @contextmanager
 def _refusals(path: str) -> Iterator[None]:
-    """What a decoder raises becomes an ImageRefused."""
+    """Turn a decoder's errors into ImageRefused."""
     try:
         yield
     except Image.DecompressionBombError as error:
@@ -190,7 +191,7 @@ def _refusals(path: str) -> Iterator[None]:
 
 
 def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.ImageFile, Size, int]:
-    """The image before it is loaded, its upright size and its EXIF orientation (1 to 8)."""
+    """Open without decoding: the image, its upright size and its EXIF orientation (1 to 8)."""
     if not data:
         raise ImageRefused(path, "empty", "the file has no bytes")
     by_suffix = _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower())
@@ -205,20 +206,20 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
             image = Image.open(stream := BytesIO(data), formats=formats)
         except UnidentifiedImageError:
             reason: RefusalReason = "not-an-image" if by_suffix in (None, *formats) else "unsupported-format"
-            begins = f"it begins with {data[:8]!r}, and Pillow reads none of {', '.join(formats)} in it"
-            raise ImageRefused(path, reason, f"{begins}; convert it to one of them, or get it again") from None
-        if image.format == "MPO":  # a phone's: a JPEG that is followed by further pictures, which do not count
+            begins = f"it begins with {data[:8]!r}, which is none of {', '.join(formats)}"
+            raise ImageRefused(path, reason, f"{begins}; convert it to one of them, or download it again") from None
+        if image.format == "MPO":  # from phones: a JPEG followed by further pictures, which are ignored
             image = JpegImagePlugin.JpegImageFile(stream := BytesIO(data))
         name = str(image.format)
         if by_suffix not in (None, name):
-            raise ImageRefused(path, "wrong-suffix", f"the bytes are {name}; rename it to end so")
-        # Inside a scan 0xFF is always escaped, so that an end mark after its start is one. libjpeg would make the rest
-        # of a JPEG that was only half downloaded grey.
+            raise ImageRefused(path, "wrong-suffix", f"the bytes are {name}; rename the file accordingly")
+        # Inside a scan 0xFF is always escaped, so an end marker after its start is real. libjpeg would fill the missing
+        # part of a half-downloaded JPEG with grey.
         if name == "JPEG" and data.find(b"\xff\xd9", stream.tell()) < 0:
-            raise ImageRefused(path, "truncated", f"the JPEG data ends after {len(data):,} bytes, before its end")
+            raise ImageRefused(path, "truncated", f"the JPEG data is cut off after {len(data):,} bytes")
         check_limits(Size(image.height, image.width), path, config)
         if getattr(image, "is_animated", False) and config.animated == "refuse":
-            detail = 'it has several frames or pages; set animated to "first-frame" for the first'
+            detail = 'it has several frames or pages; set animated to "first-frame" to use the first'
             raise ImageRefused(path, "animated", detail)
         _check_kind(image, path)
         orientation = _orientation(image, data)
@@ -227,32 +228,32 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
 
 
 def _check_kind(image: ImageFile.ImageFile, path: str) -> None:
-    """ImageRefused for pixels that are read wrongly, or far too slowly."""
+    """Raise ImageRefused for pixels that Pillow decodes wrongly, or far too slowly."""
     decoder, layout = (image.tile[0][0], image.tile[0][3]) if image.tile else ("", "")
     detail = None
     if image.mode not in _MODES:
-        detail = f"Pillow's mode {image.mode}, which has no known white"
+        detail = f"Pillow's mode {image.mode}, which has no known white level"
     elif decoder == "bmp_rle":
         # Pillow decodes it in Python, pixel by pixel: a file of some kilobytes would take minutes.
-        detail = "run lengths"
+        detail = "run-length encoding"
     elif "transparency" in image.info and (image.mode.startswith("I;16") or layout in _UNSCALED):
-        detail = "a transparent colour, and not 8 bits a channel"
+        detail = "a transparent colour and other than 8 bits per channel"
     if detail:
-        raise ImageRefused(path, "unsupported-format", f"a {image.format} with {detail}; save it as a PNG of 8 bits")
+        raise ImageRefused(path, "unsupported-format", f"a {image.format} with {detail}; save it as an 8-bit PNG")
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """How the loaded pixels are to be turned, by the numbers of EXIF, 1 to 8."""
-    # Pillow turns a TIFF when it loads it, and libjxl a JPEG XL, whose EXIF does not count then. Of a JPEG in a
-    # JPEG XL the plug-in gives the JPEG's pixels and EXIF.
+    """The EXIF orientation, 1 to 8, that is still to be applied to the loaded pixels."""
+    # Pillow rotates a TIFF on load. libjxl rotates a JPEG XL and overrides its EXIF, but for a recompressed JPEG the
+    # plug-in returns the JPEG's own pixels and EXIF.
     if image.format == "TIFF" or (image.format == "JXL" and not getattr(image, "jpeg", False)):
         return 1
     block = image.info.get("exif")
-    if block is None and image.format == "PNG" and (at := data.rfind(b"eXIf")) > 0:  # after the pixels
+    if block is None and image.format == "PNG" and (at := data.rfind(b"eXIf")) > 0:  # a block after the pixels
         block = data[at + 4 : at + 4 + int.from_bytes(data[at - 4 : at], "big")]
     exif = Image.Exif()
     try:
-        # Not `getexif`, which decodes a PNG to find the block after its pixels, and which asks XMP too.
+        # Not `getexif`, which decodes a PNG to find a block after its pixels, and also consults XMP.
         exif.load(block or b"")
         value = exif.get(ExifTags.Base.Orientation)
     except _DECODER_ERRORS:
@@ -261,13 +262,13 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 
 
 def _check_crcs(image: Image.Image, data: bytes) -> None:
-    """Check a PNG: loading checks no CRC of pixel data, so that a flipped bit could give another picture."""
+    """Check a PNG's CRCs. Loading does not check those of pixel data, so a flipped bit could change the picture."""
     if image.format == "PNG":
         PngImagePlugin.PngImageFile(BytesIO(data)).verify()
 
 
 def _frames(image: Image.Image) -> range:
-    """The numbers of the frames of an animated GIF, PNG or WebP; of a still image there are none."""
+    """The frame numbers of an animated GIF, PNG or WebP; empty for a still image."""
     first, end = int(getattr(image, "default_image", False)), getattr(image, "n_frames", 1)
     return range(first, end if image.format in ("GIF", "PNG", "WEBP") and end - first > 1 else first)
 
@@ -275,7 +276,7 @@ def _frames(image: Image.Image) -> range:
 def _upright(
     image: Image.Image, path: str, config: ImagesConfig, orientation: int, *, alpha_only: bool = False
 ) -> np.ndarray:
-    """The pixels of the frame at which an image stands: see `decode`."""
+    """The pixels of the image's current frame: see `decode`."""
     image.load()
     colour, alpha = _colour_and_alpha(image)
     if alpha_only:
@@ -292,7 +293,7 @@ def _upright(
 
 
 def _colour_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """The straight colours (mode L, RGB or CMYK) and the alpha (mode L), if there is one."""
+    """The unpremultiplied colours (mode L, RGB or CMYK) and the alpha (mode L), if there is one."""
     if image.mode.startswith("I;16"):
         return Image.fromarray(_eight_bits(np.asarray(image), getattr(image, "tag_v2", {}))), None
     if image.mode == "CMYK":
@@ -304,9 +305,9 @@ def _colour_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | No
 
 
 def _eight_bits(grey: np.ndarray, tags: Mapping[int, Any]) -> np.ndarray:
-    """16-bit grey [H, W] to uint8, rounded. Pillow's own conversion clips all but the lowest 256 levels to white.
+    """Scale 16-bit grey [H, W] to uint8, rounded. Pillow's own conversion clips all but the lowest 256 levels.
 
-    `tags` are those of a TIFF, of which Pillow leaves 12 bits as they are, and white too where white is zero.
+    `tags` are those of a TIFF: Pillow does not scale 12-bit values, and does not invert if zero means white.
     """
     (num_bits, *_), photometric = tags.get(BITSPERSAMPLE, (16,)), tags.get(PHOTOMETRIC_INTERPRETATION, 1)
     white = (1 << num_bits) - 1
@@ -318,26 +319,26 @@ def _eight_bits(grey: np.ndarray, tags: Mapping[int, Any]) -> np.ndarray:
 
 
 def to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
-    """Mode L, RGB or CMYK, with this ICC profile -> RGB in sRGB. `path` is for the log."""
+    """Convert mode L, RGB or CMYK with this ICC profile to RGB in sRGB. `path` is for the log."""
     if icc:
         found, transform = _conversion(icc)
         mode = "RGB" if found == "RGB" and image.mode == "L" else image.mode
         if isinstance(transform, str):
-            _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, transform)
+            _log.warning("%s: ignoring its ICC profile, which cannot be used: %s", path, transform)
         elif found != mode:
-            _log.warning("%s: its ICC profile is for %s images, not %s; ignored", path, found, image.mode)
+            _log.warning("%s: ignoring its ICC profile, which is for %s images, not %s", path, found, image.mode)
         elif transform is not None:
             converted = ImageCms.applyTransform(image.convert(mode), transform)
-            assert converted is not None  # only in place it returns None
+            assert converted is not None  # it is None only for in-place conversion
             return converted
     return image.convert("RGB")
 
 
 @functools.lru_cache(maxsize=16)
 def _conversion(icc: bytes) -> tuple[str, ImageCms.ImageCmsTransform | str | None]:
-    """The mode that a profile describes, and its transform to sRGB; None if it is sRGB, a text if it is unusable.
+    """The mode that a profile describes, and its transform to sRGB: None if it is sRGB, a text if it is unusable.
 
-    Most images of a dataset share a few profiles.
+    Cached, because most images of a dataset share a few profiles.
     """
     try:
         profile = ImageCms.ImageCmsProfile(BytesIO(icc))
@@ -350,7 +351,7 @@ def _conversion(icc: bytes) -> tuple[str, ImageCms.ImageCmsTransform | str | Non
             mode,
             "RGB",
             ImageCms.Intent.PERCEPTUAL,
-            # lcms shares a transform between threads only without its cache of the last pixel.
+            # A transform is thread-safe only without lcms's cache of the last pixel.
             ImageCms.Flags.NOCACHE,
         )
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
@@ -359,7 +360,7 @@ def _conversion(icc: bytes) -> tuple[str, ImageCms.ImageCmsTransform | str | Non
 
 
 def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
-    """Whether it moves no colour of a grid by more than one step. A profile's name is no proof."""
+    """Whether the transform moves no colour of a grid by more than one level. A profile's name proves nothing."""
     if mode == "CMYK":
         return False
     levels = np.arange(0, 256, 15, dtype=np.uint8)
@@ -375,9 +376,9 @@ def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
 
 
 def mask_policy(images: dict[str, str], *, alpha: bool) -> dict[str, str]:
-    """What changes the values of every mask, by name, where images have the policy `images`.
+    """The policies that determine the values of masks in a dataset whose images have the policy `images`.
 
-    With `alpha` it is the image's own alpha channel.
+    With `alpha`, the mask is the image's own alpha channel.
     """
     if alpha:
         return {**images, "colour": "alpha-channel", "alpha": "alpha-channel", "resample": BOX}
@@ -385,27 +386,27 @@ def mask_policy(images: dict[str, str], *, alpha: bool) -> dict[str, str]:
 
 
 def luma(pixels: np.ndarray) -> np.ndarray:
-    """The brightness of sRGB pixels, uint8 [H, W, 3] -> uint8 [H, W], as Pillow's mode L has it (ITU-R 601-2)."""
+    """The luma of sRGB pixels, uint8 [H, W, 3] -> uint8 [H, W], like Pillow's mode L (ITU-R 601-2)."""
     red, green, blue = (pixels[..., channel].astype(np.uint32) for channel in range(3))
     grey: np.ndarray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
     return grey.astype(np.uint8)
 
 
 def kept_by(mask: np.ndarray, rule: str) -> np.ndarray:
-    """How much of each pixel a mask leaves, uint8 of its shape; the rest of it is grey, which is 0 of -1 to 1.
+    """How much of each pixel a mask keeps, uint8 of its shape. The rest becomes mid-grey, 0 in the range -1 to 1.
 
-    `hard`: all or nothing, as diffusers' inpainting pipelines have it: `image * (mask < 0.5)`, of -1 to 1.
-    `soft`: as OneTrainer has it, of 0 to 1: `image * (1 - mask) + 0.5 * mask`.
+    `hard`: all or nothing, like diffusers' inpainting pipelines: `image * (mask < 0.5)` in the range -1 to 1.
+    `soft`: like OneTrainer: `image * (1 - mask) + 0.5 * mask` in the range 0 to 1.
     """
     left: np.ndarray = np.where(mask < 128, np.uint8(255), np.uint8(0)) if rule == "hard" else np.uint8(255) - mask
     return left
 
 
 def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
-    """The mask [H, W] prepared as its image is; then the mean of squares of `downscale` pixels.
+    """Prepare the mask [H, W] like its image, then average squares of `downscale` pixels.
 
-    uint8 [1, h, w], halves rounded up. kohya's trainer has the mean too (`interpolate(..., mode="area")` in
-    `apply_masked_loss`), of floating point. ValueError for a mask of another size than the geometry's.
+    Returns uint8 [1, h, w], halves rounded up. kohya's trainer averages too, in floating point (`interpolate(...,
+    mode="area")` in `apply_masked_loss`). Raises ValueError unless the mask has the geometry's original size.
     """
     taken, (height, width) = prepare(values, geometry, BOX), geometry.target_size
     rows, columns, area = height // downscale, width // downscale, downscale**2

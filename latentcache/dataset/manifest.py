@@ -1,7 +1,7 @@
-"""The named list of a dataset's samples: their keys, their geometry, their captions.
+"""The named list of a dataset's samples: their keys, geometries and captions.
 
-On disk a manifest is `<name>.safetensors`: the columns of its rows (`row_table`), and in the metadata a header and one
-digest of all that the file holds, for a damaged manifest could give wrong samples silently. It is replaced as a whole.
+On disk a manifest is `<name>.safetensors`: the columns of its rows (`row_table`), with a header in the metadata, and a
+digest of both, because a damaged manifest could silently give wrong samples. It is always replaced as a whole.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 FORMAT = "5"
 MARK = "latentcache_manifest"
-"""The name of the format in the metadata of a manifest's file."""
-REMEDY = "`latentcache precache CONFIG`, or the import that made it, writes it again"
+"""The metadata key of a manifest file's format version."""
+REMEDY = "run `latentcache precache CONFIG`, or the import that made it, to write it again"
 MAX_HEADER_BYTES = 1 << 24
-"""Longest accepted head of a manifest's file, which does not grow with the samples."""
+"""Largest accepted head of a manifest's file. Its size does not depend on the number of samples."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {"U8": np.dtype("B"), "I32": np.dtype("i"), "I64": np.dtype("q")}
 Role = Literal["train", "validation", "prompts"]
 
@@ -43,11 +43,11 @@ class Manifest:
     """All samples of one dataset, by sample_id, and what their keys have in common.
 
     `common` is the part of the identities that all samples share (salt, schema, policy, image and text encoding), as
-    JSON: a later plan finds there why a key changed. `rows` may be any mapping; it becomes a `RowTable`.
+    JSON. A later plan compares it to explain why a key changed. `rows` may be any mapping; it becomes a `RowTable`.
 
-    Each caption (line) of a sample has `variants` texts, of which number 0 is the line itself: caption entry
-    `line * variants + variant` is variant `variant` of line `line`. `weights` say how often a line is drawn, in the
-    order of lines; without any all are equal. `loss_weight` is how much a sample counts in the loss.
+    Each caption (line) of a sample has `variants` texts, the first of which is the line itself: caption entry
+    `line * variants + variant` is variant `variant` of line `line`. `weights` are the relative frequencies of the
+    lines, in order; empty means equal. `loss_weight` scales the loss of each sample.
     """
 
     name: str
@@ -63,41 +63,41 @@ class Manifest:
         self.rows, self.weights = RowTable.of(self.rows), tuple(self.weights)
 
     def with_rows(self, rows: Mapping[str, Row]) -> Manifest:
-        """This manifest with other samples."""
+        """A copy of this manifest with other samples."""
         return replace(self, rows=RowTable.of(rows))
 
     def keys(self) -> set[str]:
-        """The keys of all its samples."""
+        """The keys of all samples."""
         return set(self.rows.entry_keys())
 
     @property
     def family(self) -> Family:
-        """The family of the model that it was encoded with. ModelError for one that this version does not know."""
+        """The family of the model that encoded it. Raises ModelError for a family unknown to this version."""
         return family_named(self.common.get("family", DEFAULT))
 
     @property
     def has_texts(self) -> bool:
-        """Whether its captions were encoded; else it is of `encode.text: none`."""
+        """Whether captions were encoded: not with `encode.text: none`."""
         return self.common["text_encoding"] is not None
 
     @property
     def imported_from(self) -> str | None:
-        """The format of the foreign cache that it was imported from; None for a manifest of precache."""
+        """The format of the trainer's cache that it was imported from; None if precache wrote it."""
         imported = self.common.get("imported")
         return None if imported is None else imported["format"]
 
 
 def prompts_name(common: Mapping[str, Any]) -> str:
-    """The name of the manifest of prompts for datasets with this `common`, which have texts.
+    """The name of the prompts manifest for datasets with this `common`, which must have texts.
 
-    There is one for each text encoding: a prompt of another model's encoders must never be returned.
+    There is one per text encoding, so that a prompt from another model's encoders is never returned.
     """
     parts = {name: common[name] for name in ("schema", "salt", "text_encoding")}
     return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
 
 
 def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> RowTable:
-    """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image."""
+    """The union of both. Ours wins for a sample in both, unless we refused what they encoded from the same image."""
 
     def chosen() -> Iterator[Row]:
         for before in theirs.values():
@@ -111,7 +111,7 @@ def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> RowTable:
 
 
 class _HeaderPart(BaseModel):
-    """Values of other types are refused, not converted; what is not listed here may be anything."""
+    """Values of other types are refused, not converted. Fields not declared here are allowed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -129,7 +129,7 @@ class _Common(_HeaderPart):
 
 
 class ManifestHead(_HeaderPart):
-    """What the head of a manifest's file says, not compared with the digest of the columns."""
+    """The head of a manifest's file. Reading it does not verify the digest."""
 
     name: str
     role: Role
@@ -143,13 +143,13 @@ class ManifestHead(_HeaderPart):
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """A manifest's file: safetensors."""
+    """Serialize a manifest as safetensors."""
     header = {field.name: getattr(manifest, field.name) for field in fields(manifest) if field.name != "rows"}
     text, columns = json.dumps({**header, "num_samples": len(manifest.rows)}), manifest.rows.columns
     metadata = {MARK: FORMAT, "header": text, "digest": _digest_of(text, columns)}
     document: dict[str, Any] = {"__metadata__": metadata}
     parts, end = [], 0
-    # Numbers of eight bytes come first, so that each column is aligned.
+    # Columns of eight-byte numbers come first, so that all are aligned.
     for name in sorted(columns, key=lambda name: (-columns[name].itemsize, name)):
         column, start = columns[name], end
         parts.append(column.tobytes())
@@ -162,7 +162,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def _digest_of(header: str, columns: Mapping[str, np.ndarray]) -> str:
-    """The digest of all that a manifest's file holds, but for itself."""
+    """The digest of a manifest's header and columns."""
     hasher = blake3(header.encode())
     for name, column in sorted(columns.items()):
         hasher.update(f"{name} {column.dtype} {column.shape}".encode())
@@ -171,26 +171,26 @@ def _digest_of(header: str, columns: Mapping[str, np.ndarray]) -> str:
 
 
 def _document(data: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """The columns that the head of a manifest's file lists, its metadata, and where the columns begin. ValueError."""
+    """The columns listed in the head of a manifest's file, its metadata, and the columns' offset. Raises ValueError."""
     num_bytes = int.from_bytes(data[:8], "little")
     if not 0 < num_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError(f"its head has {num_bytes:,} bytes; it needs 1 to {MAX_HEADER_BYTES:,}, all in the file")
+        raise ValueError(f"its head of {num_bytes:,} bytes is not within the file, or exceeds {MAX_HEADER_BYTES:,}")
     document = json.loads(bytes(data[8 : 8 + num_bytes]))
     metadata = document.pop("__metadata__")
     if metadata[MARK] != FORMAT:
-        raise ValueError(f"manifest format {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
+        raise ValueError(f"its format is {metadata[MARK]!r:.80}, but this version reads {FORMAT}")
     return document, metadata, 8 + num_bytes
 
 
 def _head(metadata: Mapping[str, Any], name: str) -> ManifestHead:
     head = ManifestHead.model_validate({**json.loads(metadata["header"]), "digest": metadata["digest"]})
     if head.name != name:
-        raise ValueError(f"it says that it is the manifest {head.name!r:.80}, but here it is {name!r}")
+        raise ValueError(f"its header names the manifest {head.name!r:.80}, not {name!r}")
     return head
 
 
 def read_head(data: bytes | memoryview, name: str, source: str | Path) -> ManifestHead:
-    """The head of a manifest's file. `data` has at least 8 + MAX_HEADER_BYTES of it, or all. DatasetError."""
+    """Read the head of a manifest's file, of which `data` is the first 8 + MAX_HEADER_BYTES. Raises DatasetError."""
     with _refused(source):
         return _head(_document(data)[1], name)
 
@@ -198,10 +198,10 @@ def read_head(data: bytes | memoryview, name: str, source: str | Path) -> Manife
 def read_manifest(
     data: bytes | memoryview | mmap, name: str, source: str | Path, *, whole_check: bool = False
 ) -> Manifest:
-    """The manifest `name` in the bytes of its file, of which the columns are views. DatasetError names the `source`.
+    """Read the manifest `name` from the bytes of its file and verify the digest. Columns are views of `data`.
 
-    They are compared with their digest. `whole_check` is for what comes from elsewhere: it also refuses columns and
-    values that no writer here makes, a sample that is listed twice, and one that has neither an image nor a refusal.
+    `whole_check` is for untrusted files: it also refuses columns and values that no writer here makes, a duplicate
+    sample, and a sample with neither an image nor a refusal. Raises DatasetError, naming `source`.
     """
     with _refused(source):
         document, metadata, start = _document(memory := memoryview(data))
@@ -212,9 +212,9 @@ def read_manifest(
             columns[column] = np.frombuffer(memory[start + first : start + end], _DTYPES[facts["dtype"]])
             columns[column] = columns[column].reshape(facts["shape"])
         if (end := start + sum(column.nbytes for column in columns.values())) != len(memory):
-            raise ValueError(f"it has {len(memory):,} bytes, where {end:,} are needed")
+            raise ValueError(f"it has {len(memory):,} bytes; expected {end:,}")
         if _digest_of(metadata["header"], columns) != head.digest:
-            raise ValueError(f"its digest differs: {head.digest!r:.80}. It is damaged, or was edited")
+            raise ValueError(f"its digest differs from {head.digest!r:.80}: it is damaged, or was edited")
         rows, header = RowTable(columns), json.loads(metadata["header"])
         if whole_check:
             _check(head, rows)
@@ -223,28 +223,28 @@ def read_manifest(
 
 
 def _check(head: ManifestHead, rows: RowTable) -> None:
-    """ValueError for a manifest that no writer here makes, though its digest fits."""
+    """Raise ValueError for a manifest that matches its digest but that no writer here makes."""
     rows.check()
     if head.num_samples != len(rows):
-        raise ValueError(f"it says that there are {head.num_samples:,} samples, but here are {len(rows):,}")
+        raise ValueError(f"its header says {head.num_samples:,} samples, but it has {len(rows):,}")
     if head.common.text_encoding is not None and not rows.columns["caption/keys"].any(1).all():
-        raise ValueError("a caption has no key, but it says how texts were encoded")
+        raise ValueError("a caption has no key, but its header has a text encoding")
     if len(odd := np.flatnonzero(np.diff(rows.columns["caption/offsets"]) % head.variants)):
         sample_id = rows.sample_ids[int(odd[0])]
-        raise ValueError(f"the captions of sample {sample_id!r:.80} are no multiple of its {head.variants} variants")
+        raise ValueError(f"the number of captions of sample {sample_id!r:.80} is not a multiple of {head.variants}")
     lacking = np.setdiff1d(rows.usable(), rows.usable_with("image", rows.columns["image/role"] == 0))
     if head.role != "prompts" and len(lacking):
         sample_id = rows.sample_ids[int(lacking[0])]
-        raise ValueError(f"sample {sample_id!r:.80} has no image, and no refusal that says why")
+        raise ValueError(f"sample {sample_id!r:.80} has no image, and no refusal")
 
 
 @contextmanager
 def _refused(source: str | Path) -> Iterator[None]:
-    """What is found wrong with a manifest becomes a DatasetError that names the source and the next step."""
+    """Turn errors of an invalid manifest into a DatasetError that names the source and the next step."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         if isinstance(error, ValidationError):
             what = first_fault(error)[2]
-        raise DatasetError(source, f"is no manifest: {what}; {REMEDY}") from error
+        raise DatasetError(source, f"is not a valid manifest: {what}; {REMEDY}") from error

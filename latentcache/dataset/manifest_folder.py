@@ -1,4 +1,4 @@
-"""Where manifests are kept: a folder, or the memory of a process."""
+"""Storage of manifests: a folder, or the memory of a process."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ from latentcache.utils.durable_files import make_folder, typed_errors, unreadabl
 from latentcache.utils.locks import locked
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
-"""How a service names its manifests. A name is never a path."""
+"""Valid manifest names on a service. A name is never a path."""
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
-"""A file next to the manifests, which is locked while one is replaced."""
+"""A file next to the manifests that is locked while one is replaced."""
 SUFFIX = ".safetensors"
-"""How the file of a manifest ends."""
+"""Suffix of a manifest's file."""
 _ATTEMPTS = 8
-"""To write a manifest that another client replaces in the middle each time."""
+"""Attempts to write a manifest that other clients keep replacing meanwhile."""
 
 
 def owner_of(source: str = "") -> str:
-    """The owner of a run's notes: this machine, and where the run reads. The same run, started again, is the same."""
+    """The owner of a run's notes, derived from the machine and the run's source. A restarted run has the same owner."""
     return digest(f"{platform.node()} {source}".encode())[:32]
 
 
 def note_file(name: str, owner: str) -> str:
-    """The file that notes that a run of this owner, or of none that is known, works on a manifest."""
+    """The file that marks a manifest as in work by a run of this owner; empty for an unknown owner."""
     return f"{name}+{owner}{UNFINISHED}" if owner else f"{name}{UNFINISHED}"
 
 
 def noted_in(file: str) -> str | None:
-    """The manifest that a file notes a run of, by the file's name or path; None for another file."""
+    """The manifest that a note file marks, given the file's name or path; None for any other file."""
     name = os.path.basename(file)
     return name.removesuffix(UNFINISHED).partition("+")[0] if name.endswith(UNFINISHED) else None
 
 
 class Manifests(Protocol):
-    """Where manifests are stored: memory, a folder, or elsewhere."""
+    """Storage of manifests: memory, a folder, or remote."""
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError for one that is damaged."""
+        """The manifest, or None if there is none. Raises DatasetError for a damaged one."""
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest as a whole, and end what `begin` noted."""
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs.
+        """Write the manifest that `make` returns, if any, without losing concurrent changes.
 
-        StoreBusyError if another client replaced it since it was read: see `update_manifest`.
+        Raises StoreBusyError if another client replaced it since it was read: see `update_manifest`.
         """
         if (manifest := make()) is not None:
             self.write(manifest)
 
     def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest. `write` ends it."""
+        """Mark the manifest as in work by a run, until `write`."""
 
     def end(self, name: str) -> None:
-        """End what `begin` noted here, of a run whose manifest is there: one that died after it had written it."""
+        """Remove this run's mark from a manifest that is complete, after a crash between writing and unmarking."""
 
 
 class ManifestMemory(Manifests):
-    """Manifests of this process, for the CPU store. No unfinished run outlives it: nothing is noted."""
+    """Manifests in this process's memory, for the CPU store. No run outlives the process, so none is marked."""
 
     def __init__(self) -> None:
         self._manifests: dict[str, Manifest] = {}
@@ -96,20 +96,20 @@ class ManifestMemory(Manifests):
 
 
 class ManifestFolder:
-    """Manifests as `<name>.safetensors` files in a folder, and notes of the runs that work on them.
+    """Manifests as `<name>.safetensors` files in a folder, with a note file for each run that works on one.
 
-    Each run ends its own note alone. `source` is where this run reads, for the owner of its notes (`owner_of`).
+    A run removes only its own notes. `source` is the run's source, for the owner of its notes (`owner_of`).
     """
 
     def __init__(self, path: str | Path, *, source: str = ""):
         self.path, self._owner = Path(path), owner_of(source)
 
     def names(self) -> list[str]:
-        """The names of all manifests, sorted. StoreError if the folder cannot be read."""
+        """The names of all manifests, sorted. Raises StoreError if the folder is unreadable."""
         return [file.removesuffix(SUFFIX) for file in self._files(SUFFIX)]
 
     def file(self, name: str) -> Path:
-        """Where the manifest of this name is, or would be."""
+        """The path of the manifest of this name, which need not exist."""
         return self.path / f"{name}{SUFFIX}"
 
     def _files(self, suffix: str) -> list[str]:
@@ -121,9 +121,9 @@ class ManifestFolder:
             raise unreadable(self.path, error) from error
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError names the file; StoreError: it cannot be read now.
+        """The manifest, or None if there is none. Raises DatasetError if it is invalid, StoreError if unreadable.
 
-        Its file is mapped, so that processes share it. Windows replaces no file that is mapped.
+        The file is mapped, so that processes share its memory; not on Windows, which cannot replace a mapped file.
         """
         file = self.file(name)
         try:
@@ -135,16 +135,16 @@ class ManifestFolder:
         except OSError as error:
             raise unreadable(file, error) from error
         manifest = read_manifest(data, name, file)
-        if isinstance(data, mmap.mmap):  # checking the digest read every page; few are used again
+        if isinstance(data, mmap.mmap):  # verifying the digest touched every page, and few are used again
             data.madvise(mmap.MADV_DONTNEED)
         return manifest
 
     def write(self, manifest: Manifest) -> None:
-        """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
+        """Replace the manifest's file. Raises ReadOnlyError, StorageFullError or StoreError."""
         self.update(lambda: manifest)
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any. What it reads is not replaced meanwhile. As `write`."""
+        """Write the manifest that `make` returns, if any. No manifest is replaced meanwhile. Raises as `write` does."""
         with self.lock():
             if (manifest := make()) is not None:
                 write_sealed(self.file(manifest.name), manifest_bytes(manifest))
@@ -152,31 +152,31 @@ class ManifestFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold what each process and thread waits for before it compares and replaces a manifest of this folder."""
+        """Hold the lock under which processes and threads compare and replace manifests of this folder."""
         self._make()
         with locked(self.path / LOCK, "replacing a manifest", shared=False, wait=True):
             yield
 
     def begin(self, name: str, owner: str | None = None) -> None:
-        """Note that a run began to work on the manifest. `write` ends it. `owner`: not this run, but that one."""
+        """Mark the manifest as in work by this run, or by `owner`, until `write`."""
         self._make()
         write_sealed(self.path / note_file(name, self._owner if owner is None else owner), now().encode())
 
     def end(self, name: str, owner: str | None = None) -> None:
-        """End what `begin` noted for this owner."""
+        """Remove the mark of this run, or of `owner`."""
         self._remove([note_file(name, self._owner if owner is None else owner)])
 
     def unfinished(self) -> dict[str, str]:
-        """The names of runs that began and did not finish, with the time when the first one of each started."""
+        """The names of manifests with unfinished runs, each with the time when the first of these began."""
         times = {name: datetime.fromtimestamp(at, timezone.utc) for at, _, name in sorted(self._notes(), reverse=True)}
         return {name: time.isoformat(timespec="seconds") for name, time in times.items()}
 
     def give_up(self, before: datetime) -> None:
-        """End runs that began before this time and did not finish, of any owner."""
+        """Remove the marks of all unfinished runs, of any owner, that began before this time."""
         self._remove([file for at, file, _ in self._notes() if at <= before.timestamp()])
 
     def _notes(self) -> Iterator[tuple[float, str, str]]:
-        """When each run began (seconds since 1970), its note's file, and the manifest."""
+        """The start (Unix time), note file and manifest of each unfinished run."""
         for file in self._files(UNFINISHED):
             with suppress(FileNotFoundError):  # it may have ended since it was listed
                 yield (self.path / file).lstat().st_mtime, file, str(noted_in(file))
@@ -192,7 +192,7 @@ class ManifestFolder:
 
 
 def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -> None:
-    """Do as `manifests.update`, and again with a new `make` when another client replaced the manifest meanwhile."""
+    """Call `manifests.update`, and retry with backoff if another client replaced the manifest meanwhile."""
     for attempt in range(_ATTEMPTS):
         try:
             return manifests.update(make)
@@ -203,9 +203,10 @@ def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -
 
 
 def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:
-    """The keys of all manifests: what `prune` must keep. StoreError where it cannot be known what is in use.
+    """The keys of all manifests: what `prune` must keep.
 
-    That is so without any manifest, and while a run is not finished, unless `unfinished` gives up what it encoded.
+    Raises StoreError if the keys in use are not known: without any manifest, and while a run is unfinished, unless
+    `unfinished` gives up what that run encoded.
     """
     path, names = manifests.path.parent, manifests.names()
     if not names:  # an unfinished first run has entries, and no manifest yet
@@ -215,7 +216,7 @@ def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[s
     if not unfinished and (runs := manifests.unfinished()):
         begun = ", ".join(f"{name} (begun {time})" for name, time in runs.items())
         raise StoreError(
-            f"{path}: not finished: {begun}. What was encoded for them is in no manifest yet, and would be removed: "
-            "run precache again to finish, or give --unfinished to remove it"
+            f"{path}: not finished: {begun}. Their entries are in no manifest yet and would be removed: run precache "
+            "again to finish them, or pass --unfinished to remove their entries"
         )
     return {key for name in names if (manifest := manifests.read(name)) for key in manifest.keys()}

@@ -143,7 +143,7 @@ def test_a_clip_whose_frames_have_several_sizes_is_refused() -> None:
     """As an animation that reaches past its screen, and a recording of a call."""
     data = clip_file([100] * 5)
     at = data.rindex(b"\x2c\0\0\0\0") + 1  # the left edge of the last frame
-    with pytest.raises(ImageRefused, match=r"frame 4 is .*, and the first 48x64: save the clip in one size"):
+    with pytest.raises(ImageRefused, match=r"frame 4 is .*, but the first is 48x64: save the clip in one size"):
         shown(data[:at] + struct.pack("<H", 10) + data[at + 2 :], 5, 10)
 
 

@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert manifest("one").keys() == {"a" * 64, "b" * 64}
     assert manifest("one", "two").keys() == {"a" * 64, "b" * 64, "c" * 64}
     folder.file("photos").rename(folder.file("other"))
-    with pytest.raises(DatasetError, match=r"manifest 'photos'.*is 'other'"):
+    with pytest.raises(DatasetError, match=r"manifest 'photos', not 'other'"):
         folder.read("other")
 
 
@@ -101,10 +101,10 @@ NO_MANIFESTS = {
 @pytest.mark.parametrize("content", NO_MANIFESTS.values(), ids=NO_MANIFESTS)
 def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "photos.safetensors").write_bytes(content)
-    with pytest.raises(DatasetError, match=r"photos\.safetensors: is no manifest") as caught:
+    with pytest.raises(DatasetError, match=r"photos\.safetensors: is not a valid manifest") as caught:
         ManifestFolder(tmp_path).read("photos")
     if content is NO_MANIFESTS["newer"]:
-        assert "manifest format '6', but this version reads 5" in str(caught.value)
+        assert "format is '6', but this version reads 5" in str(caught.value)
 
 
 HEADERS: dict[str, dict[str, Any]] = {
@@ -121,7 +121,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 def test_a_header_with_other_values_is_refused_though_its_digest_fits(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = ManifestFolder(tmp_path)
     folder.write(replace(manifest("one"), **changes))
-    with pytest.raises(DatasetError, match=r"photos\.safetensors: is no manifest: .*latentcache precache CONFIG"):
+    with pytest.raises(DatasetError, match=r"photos\.safetensors: is not a valid .*latentcache precache CONFIG"):
         folder.read("photos")
 
 
@@ -129,7 +129,7 @@ BARE = replace(manifest("one").rows["one"], images=())
 CONTRADICTIONS: dict[str, dict[str, Any]] = {
     "sample 'one' is listed twice": {"rows": {"one": manifest("one").rows["one"], "two": manifest("one").rows["one"]}},
     "sample 'one' has no image, and no refusal": {"rows": {"one": BARE}},
-    "captions of sample 'one' are no multiple of its 3 variants": {"variants": 3},
+    "captions of sample 'one' is not a multiple of 3": {"variants": 3},
     "a caption has no key": {"rows": {"one": replace(BARE, captions=(Ref.of_text("a", ""),))}},
 }
 
@@ -176,7 +176,7 @@ def test_odd_columns_from_elsewhere_are_refused(name: str, change: Callable[[np.
     written = manifest("one", "two")
     columns = {**written.rows.columns, name: change(written.rows.columns[name])}
     table = RowTable({each: np.ascontiguousarray(found) for each, found in columns.items() if found is not None})
-    with pytest.raises(DatasetError, match=r"it: is no manifest: .*latentcache precache CONFIG"):
+    with pytest.raises(DatasetError, match=r"it: is not a valid manifest: .*latentcache precache CONFIG"):
         _checked(replace(written, rows=table))
 
 

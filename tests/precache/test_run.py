@@ -389,7 +389,7 @@ def test_a_broken_manifest_costs_the_reasons_only(make_config: Make) -> None:
     run_precache(config)
     manifest = config.cache.path / "manifests" / "photos.safetensors"
     manifest.write_bytes(manifest.read_bytes()[:-50])
-    with pytest.raises(DatasetError, match="is no manifest"), LatentCache(config.cache.path) as cache:
+    with pytest.raises(DatasetError, match="is not a valid manifest"), LatentCache(config.cache.path) as cache:
         cache.batch(["a.png"], device="cpu")
     assert run_precache(config).num_hits == 12
     with LatentCache(config.cache.path) as cache:
