@@ -35,7 +35,7 @@ LANES = (
 WINDOWS_TESTS = (
     *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
     *("tests/loading/test_loader.py", "tests/checkpoints/test_checkpoint.py"),
-    *("tests/transfers/test_transfers.py", "tests/service/test_routes.py", "tests/service/test_uploads.py"),
+    *("tests/transfers/test_transfers.py", "tests/service/test_routes.py"),
 )
 NOT_ON_WINDOWS = "not (takes_the_place_of_a_damaged_file or pack_that_lies or full_disk or replaced_while_it_is_read)"
 """Tests that cannot pass on Windows. A mapped file cannot be replaced, so a damaged or refused pack stays until the

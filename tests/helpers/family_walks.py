@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,13 @@ def assert_same_entry(one: Any, other: Any) -> None:
     assert one.ragged == other.ragged and one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
         assert same_bits(tensor, other.tensors[name]), name
+
+
+def assert_served(entries: Mapping[str, Any], cache: Any) -> list[str]:
+    """The entries of a service's answer are those of the cache, by key. Returns the keys."""
+    for key, entry in entries.items():
+        assert_same_entry(entry, cache.get(key))
+    return list(entries)
 
 
 def assert_same_entries(one: Store, other: Store) -> None:

@@ -1,17 +1,13 @@
-"""Caches for the page, of photos and random latents, and the app of a service that shows them."""
+"""A cache for the page, of photos and random latents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from helpers.photo_files import write_photo
 from helpers.remote_samples import COMMON, make_entry
-from helpers.serving import serving_here
 
 from latentcache.config import BucketsConfig
 from latentcache.dataset.bucket_rules import BucketRule
@@ -25,13 +21,6 @@ from latentcache.types import Entry, Refusal, Size
 LONG_CAPTION = " ".join(f"word{number}" for number in range(90))
 _REFUSED = Refusal("broken.jpg", "/nowhere/broken.jpg", "truncated", "the JPEG data ends after 12,345 bytes")
 _SIZES = (Size(192, 128), Size(128, 192), Size(130, 192))
-
-
-@contextmanager
-def page_of(cache: Path, **settings: Any) -> Iterator[str]:
-    """Serve a cache for the block. Returns the URL. `settings` are fields of `ServiceSettings`."""
-    with serving_here(cache, writes=False, **settings) as running:
-        yield running.url
 
 
 def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:

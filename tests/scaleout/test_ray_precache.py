@@ -1,4 +1,4 @@
-"""Precaching on a Ray cluster: what one process makes, and what is left after deaths of all kinds."""
+"""Precaching on a Ray cluster: entries equal those of one process, and deaths of all kinds lose nothing sealed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from latentcache.scaleout.ray import MAX_ATTEMPTS, RayCluster, precache
 from latentcache.store.disk import DiskStore
 from latentcache.utils.progress import Progress
 
-ROOT = Path(__file__).parents[2]
+FOLDERS = (Path(__file__).parents[2], Path(__file__).parents[1], Path(__file__).parent)
+"""From which encoders and drivers import: the package, helpers, and this file."""
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 << 20}  # Ray's least is 75 MiB
 MakeConfig = Callable[..., Config]
 GPU = {"ray.num_gpus": 1, "ray.num_cpus": 0.1, "ray.wait_s": 250, "encode.batch_size": 2}
@@ -38,9 +39,9 @@ ONE = {**GPU, "ray.max_encoders": 1}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes on this machine, each with a GPU that is not there. `cluster.address` is what `--ray` takes."""
+    """Two nodes on this machine, each with a pretended GPU. `cluster.address` is for `--ray`."""
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")]),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",
@@ -58,7 +59,7 @@ def cluster() -> Iterator[Any]:
 
 
 class Encoding(Progress):
-    """Calls `act` with how many entries were encoded, each time."""
+    """Calls `act` with the number of encoded entries whenever it changes."""
 
     def __init__(self, act: Callable[[int], None]):
         self._act, self._num_encoded, self._stage = act, 0, ""
@@ -72,10 +73,10 @@ class Encoding(Progress):
             self._act(self._num_encoded)
 
 
-def quickly(config: Config, cluster: Any, encoder: type = QuickEncoder, **options: Any) -> Report:
-    elsewhere = RayCluster(config, cluster.address)
-    elsewhere.encoder = encoder
-    return run_precache(elsewhere.config, remote_encoders=elsewhere, **options)
+def quickly(config: Config, address: str, encoder: type = QuickEncoder, **options: Any) -> Report:
+    remote = RayCluster(config, address)
+    remote.encoder = encoder
+    return run_precache(remote.config, remote_encoders=remote, **options)
 
 
 def times_encoded(tmp_path: Path) -> Counter[str]:
@@ -98,7 +99,7 @@ def durable(config: Config) -> set[str]:
 def test_a_cluster_makes_what_one_process_makes(
     family: str, cut: str, num_encoders: int, cluster: Any, tmp_path: Path
 ) -> None:
-    """Also of control images, masks, clips and their first frames, and of a file that is refused."""
+    """Including control images, masks, clips and their first frames, and a refused file."""
     config = walk_config(tmp_path, family)
     damaged = tmp_path / "data" / cut
     damaged.write_bytes(damaged.read_bytes()[:-200])
@@ -129,13 +130,13 @@ def test_what_kills_each_encoder_ends_the_run_and_what_was_sealed_stays(
         write_photo(photos / f"{name}.png", 900 + number, (80, 144))
     config = make_config(**ONE)
     with pytest.raises(ClusterError, match=rf"{MAX_ATTEMPTS} of them died .*\.png .*run the same command again"):
-        quickly(config, cluster)
+        quickly(config, cluster.address)
     sealed = durable(config)
     assert sealed, "texts, at least"
 
     (photos / "fatal.png").unlink()
     before = times_encoded(tmp_path)
-    report = quickly(config, cluster)
+    report = quickly(config, cluster.address)
     assert report.refused == [] and report.num_encoded == report.num_misses
     assert len(durable(config)) == report.num_hits + report.num_misses
     after = times_encoded(tmp_path)
@@ -151,17 +152,9 @@ def test_a_lost_node_costs_what_it_had_not_sealed(make_config: MakeConfig, photo
         if num_encoded >= 20 and node in cluster.list_all_nodes():
             cluster.remove_node(node, allow_graceful=False)
 
-    report = quickly(config, cluster, progress=Encoding(remove))
+    report = quickly(config, cluster.address, progress=Encoding(remove))
     assert node not in cluster.list_all_nodes()
     assert report.refused == [] and report.num_encoded == report.num_misses == len(durable(config))
-
-
-def test_a_fault_elsewhere_is_logged_with_its_traceback(
-    make_config: MakeConfig, cluster: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(ClusterError, match=r"TypeError: a fault of an encoder.*; the log has the traceback"):
-        quickly(make_config(**ONE), cluster, FaultyEncoder)
-    assert "quick_encoder.py" in caplog.text and "in _encode" in caplog.text
 
 
 def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path) -> None:
@@ -170,14 +163,9 @@ def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, clu
     (tmp_path / "config.json").write_text(config.model_dump_json(exclude_defaults=True))
     driver = (
         "import sys, test_ray_precache; from latentcache.config_file import load_config; "
-        "from types import SimpleNamespace; "
-        "test_ray_precache.quickly(load_config(sys.argv[1]), SimpleNamespace(address=sys.argv[2]))"
+        "test_ray_precache.quickly(load_config(sys.argv[1]), sys.argv[2])"
     )
-    paths = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", driver, str(tmp_path / "config.json"), cluster.address],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
+    process = subprocess.Popen([sys.executable, "-c", driver, str(tmp_path / "config.json"), cluster.address])
     try:
         packs = partial(Path(config.cache.path).glob, "packs/*/*.safetensors")
         wait_until(lambda: process.poll() is not None or list(packs()), 200)
@@ -185,7 +173,7 @@ def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, clu
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    report = quickly(config, cluster)
+    report = quickly(config, cluster.address)
     assert 0 < report.num_hits < 50 and report.refused == []
     assert len(durable(config)) == report.num_hits + report.num_misses
     twice = [key for key, times in times_encoded(tmp_path).items() if times > 1]
@@ -195,12 +183,17 @@ def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, clu
 def test_stopping_seals_what_is_done(make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path) -> None:
     more_photos(photos, 60)
     config, stop = make_config(**ONE), threading.Event()
-    report = quickly(config, cluster, progress=Encoding(lambda num_encoded: stop.set()), stop=stop)
+    report = quickly(config, cluster.address, progress=Encoding(lambda num_encoded: stop.set()), stop=stop)
     assert report.interrupted and 0 < report.num_encoded < report.num_misses
     assert len(durable(config)) == report.num_encoded == len(times_encoded(tmp_path))
 
 
-def test_a_cluster_without_what_is_wanted_is_an_error_soon(make_config: MakeConfig, cluster: Any) -> None:
+def test_what_a_cluster_cannot_do_is_an_error(
+    make_config: MakeConfig, cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ClusterError, match=r"TypeError: a fault of an encoder.*; the log has the traceback"):
+        quickly(make_config(**ONE), cluster.address, FaultyEncoder)
+    assert "quick_encoder.py" in caplog.text and "in _encode" in caplog.text
     config = make_config(**(GPU | {"ray.accelerator_type": "H100", "ray.wait_s": 1}))
     with pytest.raises(ClusterError, match=r"an encoder needs 1 GPUs of type H100 .* have CPU 2, GPU 2"):
-        quickly(config, cluster)
+        quickly(config, cluster.address)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.family_walks import assert_same_batch, assert_same_entry
+from helpers.family_walks import assert_same_batch, assert_served
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
-from helpers.serving import TOKEN, Answer, RunningServer, serving_here
+from helpers.serving import TOKEN, RunningServer, serving_here
 from helpers.tiny_configs import tiny_config
 
 from latentcache import LatentCache
@@ -64,35 +64,27 @@ def prompts(*texts: str) -> dict[str, Any]:
     return {"prompts": [{"text": text} for text in texts]}
 
 
-def assert_precached(answer: Answer, precached: LatentCache) -> set[str]:
-    """The answer's entries are those of precache. Returns their keys."""
-    found = answer.entries()
-    for key, entry in found.items():
-        assert_same_entry(entry, precached.get(key))
-    return set(found)
-
-
 def metrics(server: RunningServer, *names: str) -> list[float]:
     text = server.get("/v1/metrics").body.decode()
-    found = [re.findall(rf"^latentcache_encoder_{re.escape(name)} (\S+)$", text, re.MULTILINE) for name in names]
+    found = [re.findall(rf"^latentcache_{re.escape(name)} (\S+)$", text, re.MULTILINE) for name in names]
     return [float(value) for [value] in found]
 
 
 def test_prompts_are_those_of_precache(server: RunningServer, precached: LatentCache) -> None:
-    counters = ("entries_total", "hits_total", "misses_total")
+    counters = ("encoder_entries_total", "encoder_hits_total", "encoder_misses_total", "hits_total", "misses_total")
     before = metrics(server, *counters)
     body = prompts(NEW[0], "photo 0", NEW[0], "")
     body["prompts"].append({"text": "", "negative": True})
     answer = server.post("/v1/prompts:encode", body)
-    found = assert_precached(answer, precached)
+    found = set(assert_served(answer.entries(), precached))
     keys = answer.headers["latentcache-keys"].split(",")
     assert len(keys) == 5 and keys[0] == keys[2] and set(keys) == found and len(found) == 4
-    assert metrics(server, *counters) == [before[0] + 1, before[1] + 3, before[2] + 1]
+    assert metrics(server, *counters) == [sum(each) for each in zip(before, (1, 3, 1, 3, 1), strict=True)]
     again = server.post("/v1/prompts:encode", {**body, "return": "keys"}).json()
     assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
     one_new = server.post("/v1/prompts:encode", {**prompts(NEW[1], NEW[0]), "return": "keys"}).json()
     assert [entry["cached"] for entry in one_new["entries"]] == [False, True]
-    assert_precached(server.post("/v1/prompts:encode", prompts(*NEW[:2])), precached)
+    assert_served(server.post("/v1/prompts:encode", prompts(*NEW[:2])).entries(), precached)
 
 
 def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
@@ -100,10 +92,10 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
 ) -> None:
     photo = write_photo(tmp_path / "0.png", 0, (80, 144)).read_bytes()
     answer, row = server.post("/v1/images:encode?dataset=photos", photo), precached.manifest("photos").rows["0.png"]
-    assert len(assert_precached(answer, precached)) == 2
+    assert len(assert_served(answer.entries(), precached)) == 2
     images = [{"key": ref.key, **ref.geometry.to_json()} for ref in row.images]
     assert json.loads(answer.headers["latentcache-images"]) == images
-    [failures] = metrics(server, "failures_total")
+    [failures] = metrics(server, "encoder_failures_total")
     broken = bytearray(photo)
     broken[len(photo) // 2] ^= 0xFF
     for data, reason in ((b"", "empty"), (photo[:-100], "truncated"), (bytes(broken), "corrupt")):
@@ -111,7 +103,7 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
         assert refused.problem(422, "ImageRefused")["reason"] == reason
     document = server.post("/v1/images:encode?dataset=photos&name=holiday.jpg", photo).problem(422, "ImageRefused")
     assert (document["reason"], document["path"]) == ("wrong-suffix", "holiday.jpg")
-    assert metrics(server, "failures_total") == [failures + 4], "the cut and the damaged image, and their mirror images"
+    assert metrics(server, "encoder_failures_total") == [failures + 4], "two images, and their mirror images"
     server.post("/v1/images:encode?dataset=%00", photo).problem(422, "ConfigError")
     wrong = (b'{"prompts": [{"text": "half \\ud800 of a pair"}]}', b"[" * 100_000, b"\xff")
     for body in (prompts(), prompts(*map(str, range(33))), prompts("x" * 20_000), *wrong):
@@ -121,21 +113,9 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(
     assert len(odd.entries()) == 1
 
 
-def test_what_is_not_cached_needs_the_writing_token(make_config: MakeConfig, tmp_path: Path) -> None:
-    """It is stored for good: a client that may only read could fill the disk."""
-    run_precache(config := make_config(**{"cache.path": tmp_path / "cache"}))
-    with serving_here(tmp_path / "cache", encode=config) as server:
-        path, image = "/v1/prompts:encode", write_photo(tmp_path / "new.png", 9, (80, 144)).read_bytes()
-        assert server.post(path, prompts("a validation prompt")).status == 200
-        for answer in (server.post(path, prompts("new")), server.post("/v1/images:encode?dataset=photos", image)):
-            document = answer.problem(403)
-            assert "not cached" in document["detail"] and "writing token" in document["next_step"]
-        assert server.post(path, prompts("new"), token=server.write_token).status == 200
-        assert server.post(path, prompts("new")).status == 200
-
-
 def test_many_clients_cause_one_encode(server: RunningServer) -> None:
-    [before], together = metrics(server, "entries_total"), threading.Barrier(16)
+    counted = ("encoder_entries_total", "encoder_queue", 'encoder_loaded{kind="text"}')
+    before, together = metrics(server, *counted)[0], threading.Barrier(16)
 
     def request(number: int) -> set[str]:
         together.wait()
@@ -144,29 +124,21 @@ def test_many_clients_cause_one_encode(server: RunningServer) -> None:
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(request, range(16)))
     assert len(set.intersection(*found)) == 1 and len(set.union(*found)) == 5
-    assert metrics(server, "entries_total", "queue", 'loaded{kind="text"}') == [before + 5, 0, 1]
+    assert metrics(server, *counted) == [before + 5, 0, 1]
 
 
-def test_a_damaged_entry_is_encoded_again(server: RunningServer, precached: LatentCache) -> None:
-    [before] = metrics(server, "entries_total")
-    with LatentCache(server.url, token=server.token, manifest="photos") as client:
-        found, expected = (each.prompt("a validation prompt", device="cpu") for each in (client, precached))
-    assert_same_batch(found, expected)
-    assert metrics(server, "entries_total") == [before + 1]
-
-
-def test_a_client_needs_no_encoder_for_new_prompts(
+def test_a_client_needs_no_encoder_for_new_and_damaged_prompts(
     server: RunningServer, precached: LatentCache, tmp_path: Path
 ) -> None:
+    [before] = metrics(server, "encoder_entries_total")
     with LatentCache(server.url, token=server.token, local=tmp_path / "tier", manifest="photos") as client:
-        for negative in (False, True):
-            found = client.prompt(NEW[2], negative=negative, device="cpu")
-            assert_same_batch(found, precached.prompt(NEW[2], negative=negative, device="cpu"))
-        [before] = metrics(server, "entries_total")
+        for text, negative in (("a validation prompt", False), (NEW[2], False), (NEW[2], True)):
+            found, expected = (each.prompt(text, negative=negative, device="cpu") for each in (client, precached))
+            assert_same_batch(found, expected)
         images = prompt_embeddings(client, ["one prompt", NEW[2]], "blurred", device="cpu")
         assert [image.prompt for image in images] == ["one prompt", NEW[2]]
         assert torch.equal(images[1].embeds["prompt_embeds"], precached.prompt(NEW[2], device="cpu")["prompt_embeds"])
-        assert metrics(server, "entries_total") == [before + 2], "one of three is known"
+        assert metrics(server, "encoder_entries_total") == [before + 5], "one of three is known"
         with pytest.raises(RemoteError, match="as a unicode string"):
             client.prompt("half \ud800 of a pair", device="cpu")
 
@@ -187,7 +159,7 @@ def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(
     with ThreadPoolExecutor(1) as threads:
         with serving_here(tmp_path / "cache", writes=False, encode=config) as server:
             request = threads.submit(server.post, "/v1/prompts:encode", prompts(*texts))
-            while metrics(server, "queue") == [0]:
+            while metrics(server, "encoder_queue") == [0]:
                 assert not request.done(), request.result().body
         assert len(request.result(30).entries()) == 32
     with LatentCache(tmp_path / "cache", manifest="photos") as reader:

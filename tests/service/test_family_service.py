@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from helpers.family_walks import FEW_WALKS, assert_same_batches, assert_same_entry, walked
-from helpers.serving import Answer, RunningServer, serving_here
+from helpers.family_walks import FEW_WALKS, assert_same_batches, assert_served, walked
+from helpers.serving import RunningServer, serving_here
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -55,24 +55,23 @@ def test_the_page_shows_each_sample_with_all_its_parts(server: RunningServer, ca
 
 
 def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cached: LatentCache, tmp_path: Path) -> None:
-    def assert_precached(answer: Answer) -> list[str]:
-        found = answer.entries()
-        for key, entry in found.items():
-            assert_same_entry(entry, cached.get(key))
-        return list(found)
-
+    """What is not cached is stored for good, so a client that may only read could fill the disk: it is refused."""
     source = open_source(config.datasets[0].source, config.datasets[0].part_files)
     samples = {each.sample_id: each for each in source.samples() if isinstance(each, Sample)}
     with serving_here(tmp_path / "empty", encode=config) as running:
         texts = {ref.text: ref.key for row in cached.manifest("walk").rows.values() for ref in row.captions}
         prompts = [{"text": text} for text in (*texts, "a validation prompt", "")]
         prompts += [{"text": "ugly", "negative": True}]
-        answer = running.post("/v1/prompts:encode", {"prompts": prompts}, token=running.write_token)
-        assert set(texts.values()) <= set(assert_precached(answer))
+        document = running.post("/v1/prompts:encode", {"prompts": prompts}).problem(403)
+        assert "not cached" in document["detail"] and "writing token" in document["next_step"]
+        for token in (running.write_token, running.token):
+            answer = running.post("/v1/prompts:encode", {"prompts": prompts}, token=token)
+            assert set(texts.values()) <= set(assert_served(answer.entries(), cached))
         for row in cached.manifest("walk").rows.values():
             data = source.read(samples[row.sample_id])
+            running.post("/v1/images:encode", data).problem(403)
             answer = running.post("/v1/images:encode", data, token=running.write_token)
-            assert assert_precached(answer) == [ref.key for ref in row.images]
+            assert assert_served(answer.entries(), cached) == [ref.key for ref in row.images]
             answer = running.post("/v1/images:encode?return=keys", data)
             wanted = [{"key": ref.key, "cached": True, **ref.geometry.to_json()} for ref in row.images]
             assert answer.json()["entries"] == wanted

@@ -1,6 +1,6 @@
-"""Entries that are encoded when they are requested: once each, and no failure but its own.
+"""Encoding on request: each entry is encoded once, and a failure affects no other entry.
 
-That they are precache's is in test_encode_routes.py, and whose encoders are on the device in tests/sim.
+test_encode_routes.py compares the entries with precache's; tests/sim checks which encoders are on the device.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,13 @@ def parts() -> dict[str, Any]:
 @pytest.fixture
 def make_encoder(make_config: MakeConfig, parts: dict[str, Any]) -> Iterator[MakeEncoder]:
     """An encoder over an empty cache in memory, or over the workspace that is given."""
-    made = []
+    with ExitStack() as opened:
 
-    def make(config: Config | None = None, workspace: Workspace | None = None, **options: Any) -> MissEncoder:
-        options.setdefault("models", LoadedModels(**parts))
-        made.append(MissEncoder(config or make_config(), workspace or Workspace(), **options))
-        return made[-1]
+        def make(config: Config | None = None, workspace: Workspace | None = None, **options: Any) -> MissEncoder:
+            options = {"models": LoadedModels(**parts), **options}
+            return opened.enter_context(MissEncoder(config or make_config(), workspace or Workspace(), **options))
 
-    yield make
-    for encoder in made:
-        encoder.close()
+        yield make
 
 
 def encode(encoder: MissEncoder, tasks: Iterable[Task]) -> None:
@@ -60,7 +58,7 @@ def encode(encoder: MissEncoder, tasks: Iterable[Task]) -> None:
         future.result(WAIT_S)
 
 
-def test_one_that_breaks_the_encoder_costs_the_others_nothing(make_encoder: MakeEncoder, parts: dict[str, Any]) -> None:
+def test_an_entry_that_breaks_the_encoder_fails_alone(make_encoder: MakeEncoder, parts: dict[str, Any]) -> None:
     encoder = make_encoder()
     bad = parts["tokenizer"]("poison").input_ids
 
@@ -85,10 +83,10 @@ def test_one_that_breaks_the_encoder_costs_the_others_nothing(make_encoder: Make
     assert caught.value.problem == "bad-output"
 
 
-def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
+def test_an_idle_encoder_prunes_the_cache_to_its_size(
     make_config: MakeConfig, make_encoder: MakeEncoder, tmp_path: Path
 ) -> None:
-    """As after a precache: of what no manifest refers to. What may be needed by a reader stays."""
+    """As after a precache, entries that no manifest uses are pruned, unless a reader may need them."""
     config = make_config(**{"cache.max_bytes": 0})
     run_precache(config)
     with open_workspace(config.cache) as workspace:
@@ -110,7 +108,7 @@ def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
         assert workspace.store.find([task.key]), "it can be requested again"
 
 
-def test_the_queue_has_an_end(
+def test_the_queue_is_bounded(
     make_encoder: MakeEncoder, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, entered = threading.Event(), threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ from PIL import Image
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.errors import EntryMissingError, RequestRefused, StoreError
 from latentcache.families import family_named, sdxl
 from latentcache.identity import key_of
@@ -34,7 +35,7 @@ from latentcache.models.vae import vae_facts
 from latentcache.precache.run import run_precache
 from latentcache.service.page.thumbnails import Thumbnails
 from latentcache.service.page.vae_decoder import VaeDecoder
-from latentcache.service.page.views import FILTERS, query_of, static, url
+from latentcache.service.page.views import FILTERS, document, query_of, static, time, url
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.types import Entry, Record, Refusal
 
@@ -79,14 +80,9 @@ def fetch(server: RunningServer, path: str, status: int = 200, **more: Any) -> P
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("page")
     photo_cache(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
     with serving_here(folder / "cache", writes=False, show_photos=True) as running:
         yield running
 
@@ -105,23 +101,28 @@ def test_every_page_is_whole_and_allows_nothing_from_elsewhere(server: RunningSe
     assert server.get("/static/..%2fpage_text.py").status == 404
 
 
-def test_the_gallery_is_paged_searched_and_filtered(server: RunningServer) -> None:
+def test_the_gallery_is_paged_searched_and_filtered(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine, parsed = RowTable.row, list[int]()
+    monkeypatch.setattr(RowTable, "row", lambda self, number: parsed.append(number) or genuine(self, number))
     page = fetch(server, "/gallery")
     more = next(attributes for _, attributes in page.elements if attributes.get("class") == "more")
-    assert ("a", {"href": more["hx-get"]}) in page.elements, "for who has no scripts"
+    assert ("a", {"href": more["hx-get"]}) in page.elements, "without scripts"
     rest = fetch(server, more["hx-get"]).tiles()
     photos = [f"{number:03d}.png" for number in range(40)]
     assert page.tiles() + rest == ["000.png", "001.png", *photos, "broken.jpg"] and len(rest) == 19
     assert fetch(server, "/gallery?search=RED+17&dataset=photos&state=").tiles() == ["017.png"]
-    assert "truncated: the JPEG data ends" in fetch(server, "/gallery?state=refused").text
+    assert fetch(server, "/gallery?search=house&start=48").tiles() == []
+    assert fetch(server, "/gallery?search=red&state=caption+cut+off").tiles() == []
     assert "No sample matches" in fetch(server, "/gallery?search=zz+%3Czz").text
+    assert "truncated: the JPEG data ends" in fetch(server, "/gallery?state=refused").text
+    assert len(parsed) == 24 + 19 + 1 + 1, "no row that is not shown"
 
 
 def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
     manifest = photo_cache(tmp_path, 6)
     rows = dict(manifest.rows)
     image, caption = rows["002.png"].images[0], rows["003.png"].captions[0]
-    rows["002.png"] = replace(rows["002.png"], images=(replace(image, trust="unverified"),))
+    rows["002.png"] = replace(rows["002.png"], source=None, images=(replace(image, trust="unverified"),))
     rows["003.png"] = replace(rows["003.png"], captions=(replace(caption, text=""),))
     folder = ManifestFolder(tmp_path / "cache" / "manifests")
     folder.write(replace(manifest, rows=rows, common={**COMMON, "imported": {"format": "kohya"}}))
@@ -131,7 +132,7 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
         [location] = store.look_up([damaged])
         assert location is not None
         store.mark_damaged({damaged: (location, "a bit <b>flipped</b>")})
-    with serving_here(tmp_path / "cache", writes=False) as server:
+    with serving_here(tmp_path / "cache", writes=False, show_photos=True) as server:
         assert {state: fetch(server, url("/gallery", state=state)).tiles() for state in FILTERS} == {
             "refused": ["broken.jpg"],
             "damaged": ["005.png"],
@@ -141,7 +142,8 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
             "caption cut off": ["001.png", "001.png"],  # also in the dataset held-out
         }
         health = fetch(server, "/health").text.replace("\n", "")
-        assert "Incomplete samples2" in health and "Damaged entries1" in health
+        assert "Incomplete samples2show missing or damaged" in health and "Damaged entries1" in health
+        assert "since it was encoded is not known" in fetch(server, url("/sample", dataset="photos", id="002.png")).text
         assert "a bit <b>flipped</b>" in fetch(server, url("/sample", dataset="photos", id="005.png")).text
         # A manifest that is replaced is read again, and one that is damaged hides no other.
         folder.write(replace(manifest, rows={"000.png": manifest.rows["000.png"]}))
@@ -205,24 +207,27 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path) -> None:
             fetch(server, url("/gallery", search=text[:200])).assert_inert()
 
 
-def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
-    with serving_here(folder / "cache", token=TOKEN) as server:
+def test_a_server_with_a_token_asks_for_it(served: RunningServer) -> None:
+    def log_in(form: bytes, **headers: str) -> Answer:
+        return served.post("/login", form, token=None, headers=headers)
 
-        def log_in(form: bytes, **headers: str) -> Answer:
-            return server.post("/login", form, token=None, headers=headers)
+    for path in ("/", "/gallery", "/nothing", "/sample?dataset=photos&id=1.png", "/photo?dataset=photos&id=1.png"):
+        page = fetch(served, path, 401, token=None)
+        assert "Log in" in page.text and "photos" not in page.text and str(served.cache) not in page.text
+    assert served.get(static("page.css"), token=None).status == 200
+    for wrong in (b"token=wrong", b"token=", b"", b"\xff", b"token=" + b"x" * 8000):
+        assert log_in(wrong).status == 403
+    assert log_in(f"token={TOKEN}".encode(), Origin="http://elsewhere.example").status == 403
+    cookie = log_in(urlencode({"token": f" {TOKEN} "}).encode()).headers["set-cookie"]
+    assert "SameSite=lax" in cookie, "a link from another site leads to the page"
+    page = fetch(served, "/", token=None, headers={"Cookie": cookie.partition(";")[0]})
+    assert "photos" in page.text and "Log out" in page.text
 
-        for path in ("/", "/gallery", "/sample?dataset=photos&id=001.png", "/photo?dataset=photos&id=001.png"):
-            page = fetch(server, path, 401, token=None)
-            assert "Log in" in page.text and "photos" not in page.text and "cache <bdi" not in page.text
-        assert server.get(static("page.css"), token=None).status == 200
-        for wrong in (b"token=wrong", b"token=", b"", b"\xff", b"token=" + b"x" * 8000):
-            assert log_in(wrong).status == 403
-        assert log_in(f"token={TOKEN}".encode(), Origin="http://elsewhere.example").status == 403
-        answer = log_in(urlencode({"token": f" {TOKEN} "}).encode())
-        cookie = answer.headers["set-cookie"]
-        assert "SameSite=lax" in cookie, "a link from elsewhere leads to the page"
-        page = fetch(server, "/", token=None, headers={"Cookie": cookie.partition(";")[0]})
-        assert "held-out" in page.text and "Log out" in page.text
+
+def test_values_of_uploaded_records_that_cannot_be_shown() -> None:
+    for text in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "yesterday"):
+        assert time(text) == text
+    assert document(json.loads("[" * 700 + "]" * 700)) == "nested too deeply to be shown"
 
 
 # Its pictures, and what it knows with a config: why a sample is a miss, and where captions are cut.

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from helpers.hostile_texts import HOSTILE
-from helpers.page_server import page_of, photo_cache
+from helpers.page_server import photo_cache
+from helpers.serving import serving_here
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -50,8 +51,8 @@ def browser() -> Iterator[Browser]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("browser")
     photo_cache(folder, 60)
-    with page_of(folder / "cache", show_photos=True) as base:
-        yield base
+    with serving_here(folder / "cache", writes=False, show_photos=True) as running:
+        yield running.url
 
 
 OpenPage = Callable[..., Page]
@@ -180,8 +181,8 @@ def test_hostile_texts_do_nothing(open_page: OpenPage, tmp_path: Path) -> None:
     row = manifest.rows["000.png"]
     rows = {text: replace(row, sample_id=text, captions=(Ref.of_text(text, row.captions[0].key),)) for text in HOSTILE}
     ManifestFolder(tmp_path / "cache" / "manifests").write(replace(manifest, rows=rows))
-    with page_of(tmp_path / "cache", show_photos=True) as base:
-        page = open_page(base, "/gallery?dataset=photos")
+    with serving_here(tmp_path / "cache", writes=False, show_photos=True) as running:
+        page = open_page(running.url, "/gallery?dataset=photos")
         show_all(page, len(HOSTILE))
         assert HOSTILE[0] in page.locator("a.tile .caption").all_inner_texts()
         assert page.evaluate("window.harmed") is None

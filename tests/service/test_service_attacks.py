@@ -1,4 +1,4 @@
-"""Requests of somebody who wants more than he may have, or who takes his time."""
+"""Requests that ask for more than they may have, or that stall."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from latentcache.service.auth import SESSION_S, Access, Role
 from latentcache.service.state import Limits
 
 
-def test_without_the_token_nothing_is_read(served):
+def test_without_the_right_token_nothing_is_read_or_written(served):
     given = [{}, *({"Authorization": f"Bearer {token}"} for token in ("x" * 32, TOKEN[:-1], TOKEN + "x", ""))]
     given += [{"Authorization": f"{scheme} {TOKEN}"} for scheme in ("Basic", "bearerx")]
     for path in ("status", "metrics", "packs", "manifests", "none"):
@@ -24,19 +24,18 @@ def test_without_the_token_nothing_is_read(served):
             answer = served.get(f"/v1/{path}", token=None, headers=headers)
             answer.problem(401)
             assert answer.headers["www-authenticate"] == "Bearer" and TOKEN not in answer.body.decode()
+    before = sorted(map(str, served.cache.rglob("*")))
+    writes = [("PUT", f"packs/{'4' * 32}"), ("PUT", "manifests/photos"), ("POST", "verify")]
+    writes += [(method, "manifests/photos/unfinished") for method in ("PUT", "DELETE")]
+    for method, path in writes:
+        for token, status in ((TOKEN, 403), (None, 401), ("x" * 32, 401)):
+            assert served.request(method, f"/v1/{path}", {"keys": []}, token=token).status == status, path
+    assert sorted(map(str, served.cache.rglob("*"))) == before
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        f"PUT /v1/packs/{'a' * 32}",  # no token: 401
-        "GET /v1/healthz",  # needs none
-        "POST /v1/nothing",
-        "PUT /login",
-    ],
-)
+@pytest.mark.parametrize("head", [f"PUT /v1/packs/{'a' * 32}", "GET /v1/healthz", "POST /v1/nothing", "PUT /login"])
 def test_a_connection_ends_with_an_answer_that_did_not_wait_for_the_body(served, head):
-    """A stranger cannot send for ever: neither much at once, nor a little now and then."""
+    """A client without a token cannot send without end, whether or not the path needs one."""
     with socket.create_connection(served.address, timeout=5) as client:
         client.sendall(f"{head} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         assert b"connection: close" in client.recv(4096).lower()
