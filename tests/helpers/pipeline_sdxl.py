@@ -47,6 +47,11 @@ def concept(path: Path, **changes: Any) -> dict[str, Any]:
     return value
 
 
+def exact(item: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The item for `==`, in which dtypes, types and the bits of tensors count."""
+    return {name: (v.dtype, v.tolist()) if torch.is_tensor(v) else (type(v), v) for name, v in item.items()}
+
+
 @dataclass
 class Setup:
     """What a user sets, and what the trainer loaded. `changes` go to the cache modules' constructors."""

@@ -1,4 +1,4 @@
-"""What the tests of OneTrainer's module share. Each runs in the host of these tests, and in mgds where it is there."""
+"""Fixtures for OneTrainer's module. Each test runs in the tests' own host, and in mgds if it is installed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """As many photos as the test's module says: its NUM."""
+    """NUM photos, a constant of the test's module."""
     return write_photos(tmp_path / "photos", request.module.NUM)
 
 
 @pytest.fixture
 def setup(pipeline: SimpleNamespace, tmp_path: Path, folder: Path, parts: dict[str, Any]) -> Callable[..., Setup]:
-    """A setup over the photos, with the same models unless `parts` says otherwise."""
+    """A function that makes a setup over the photos, by default always with the same models."""
 
     def make(**changes: Any) -> Setup:
         settings = {"host": pipeline, "cache_dir": tmp_path / "cache", "concepts": [concept(folder)], "parts": parts}

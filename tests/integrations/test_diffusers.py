@@ -1,4 +1,4 @@
-"""diffusers' SDXL scripts and pipelines, fed from the cache: what they compute is what they compute live."""
+"""Diffusers' SDXL scripts and pipelines, fed from the cache, compute what they compute live."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from latentcache.integrations.diffusers import PrecomputedDataset, collate, data
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
 
-# Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size names the sample.
+# Sizes that need no resize, so that the live path needs none; d and e are cropped. Each identifies its sample.
 SIZES = {"a.png": (96, 96), "b.png": (64, 128), "c.png": (128, 64), "d.png": (96, 120), "e.png": (96, 98)}
 SAMPLE_OF = {size: name for name, size in SIZES.items()}
 CROPS = {"d.png": (0, 12), "e.png": (0, 1)}
@@ -37,7 +37,7 @@ forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use 
 
 @pytest.fixture(scope="module")
 def make_cache(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A cache of the five photos, mirrored too, and of the prompts. Equal ones are made once."""
+    """A function that makes a cache of the five photos, with flips, and of the prompts, once for each setting."""
     made: dict[str, Path] = {}
 
     def make(image_output: str = "moments", text_dtype: str = "float32") -> Path:
@@ -63,7 +63,7 @@ def rows_of(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def by_sampler(dataset: PrecomputedDataset, which: str) -> Any:
-    if which == "shuffle":  # as the script has it, which shuffles in each epoch
+    if which == "shuffle":  # as in the script
         return DataLoader(dataset, shuffle=True, batch_size=1, collate_fn=collate)
     if which == "workers":
         return data_loader(dataset, 2, seed=3, num_workers=2)
@@ -76,7 +76,7 @@ def by_sampler(dataset: PrecomputedDataset, which: str) -> Any:
 def test_every_part_of_a_row_is_of_one_sample_in_every_epoch(make_cache: Callable[..., Path], which: str) -> None:
     dataset = PrecomputedDataset(LatentDataset(make_cache("mean"), flips=True))
     orders = []
-    torch.manual_seed(0)  # so that "shuffle" gives two orders that differ
+    torch.manual_seed(0)  # so that "shuffle" gives different orders
     with LatentCache(make_cache("mean")) as cache:
         loader = by_sampler(dataset, which)
         for _ in range(3):
@@ -105,12 +105,11 @@ def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path])
         before = torch.get_rng_state()
         loader = data_loader(dataset, 2, seed=seed, shuffle=False, num_workers=num_workers)
         epochs = [list(loader) for _ in range(2)]
-        if not num_workers:  # with workers torch itself draws their seed
-            # A DataLoader draws its base seed from the global generator, once an epoch; the dataset draws nothing.
+        if not num_workers:
+            # Any DataLoader draws its base seed from the global generator; the dataset draws nothing.
             after = torch.get_rng_state()
             torch.set_rng_state(before)
-            for _ in range(2):
-                torch.empty((), dtype=torch.int64).random_()
+            assert [list(DataLoader(range(1))) for _ in range(2)]
             assert torch.equal(torch.get_rng_state(), after)
         return [batch["model_input"].numpy().tobytes() for batches in epochs for batch in batches]
 
@@ -141,12 +140,12 @@ def test_processes_of_accelerate_share_whole_batches(make_cache: Callable[..., P
         orders.append(str(in_order))
     assert len(set(orders)) == (1 if drop_last else 3)  # one batch cannot be shared
     whole.set_epoch(7)
-    shards[0].batch_sampler.sampler.set_epoch(7)  # how accelerate's loader reaches it through the shard
+    shards[0].batch_sampler.sampler.set_epoch(7)  # as accelerate's loader does
     assert list(shards[0]) == list(whole)[: len(whole) // 2 * 2 : 2]
 
 
 def test_a_batch_of_the_script_is_that_of_live_encoded_inputs(make_cache: Callable[..., Path]) -> None:
-    """What the script computes with its models in memory: `compute_vae_encodings` and `encode_prompt`."""
+    """The same as the script's `compute_vae_encodings` and `encode_prompt`."""
     names, whole = ["e.png", "a.png", "d.png"], tiny_pipeline()  # one bucket
     dataset = PrecomputedDataset(LatentDataset(make_cache()))
     torch.manual_seed(5)
@@ -181,14 +180,14 @@ def test_time_ids_by_either_convention() -> None:
 
 
 def without_encoders(pipeline: StableDiffusionXLPipeline) -> StableDiffusionXLPipeline:
-    """The same VAE, UNet and scheduler in a pipeline that could not encode a prompt."""
+    """The same VAE, UNet and scheduler in a pipeline that cannot encode a prompt."""
     lacking = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
     kept = {name: getattr(pipeline, name) for name in ("vae", "unet", "scheduler")}
     return StableDiffusionXLPipeline(**kept, **lacking, add_watermarker=False)
 
 
 def test_prompts_are_those_that_the_pipeline_encodes(make_cache: Callable[..., Path]) -> None:
-    """Of one prompt with a negative one, with none, which is zeros or the empty one, and of a batch."""
+    """One prompt with and without a negative one, which is zeros or the empty prompt; and a batch."""
     whole, negatives = tiny_pipeline(), ["ugly", ""]
     bare = without_encoders(whole)
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
@@ -205,7 +204,7 @@ def test_prompts_are_those_that_the_pipeline_encodes(make_cache: Callable[..., P
             for pipeline in (whole, bare):
                 pipeline.register_to_config(force_zeros_for_empty_prompt=zeros)
             assert_equal(prompt_kwargs(cache, PROMPTS[0], negative, device=bare), encoded(PROMPTS[0], negative))
-        # Encoded one by one: the last bits of a CPU's matrix products depend on the batch.
+        # Encoded one by one, because the last bits of a CPU's matrix products depend on the batch.
         expected = map(encoded, PROMPTS, negatives)
         assert_equal(prompt_kwargs(cache, PROMPTS, negatives, device="cpu"), *expected)
         shared = prompt_kwargs(cache, PROMPTS, "ugly", device="cpu")
@@ -217,8 +216,8 @@ def test_prompts_are_those_that_the_pipeline_encodes(make_cache: Callable[..., P
 def test_a_pipeline_asks_in_the_dtype_of_its_unet_and_where_it_will_run(make_cache: Callable[..., Path]) -> None:
     whole = tiny_pipeline().to(torch.bfloat16)
     bare, encoded = without_encoders(whole), whole.encode_prompt(PROMPTS[0], device="cpu", negative_prompt="ugly")
-    bare.vae.float()  # as people have it, and what pipe.dtype then says is not what the UNet computes in
-    # What enable_sequential_cpu_offload does, which wants an accelerator.
+    bare.vae.float()  # common, and then pipe.dtype is not the dtype of the UNet
+    # As in enable_sequential_cpu_offload, which needs an accelerator.
     cpu_offload(bare.unet, execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in bare.unet.parameters()} == {"meta"}
     with LatentCache(make_cache(text_dtype="bfloat16")) as cache:

@@ -1,6 +1,6 @@
-"""What a cache in a trainer's pipeline must do: values that are right, and encoded once, whatever is edited.
+"""A cache in a trainer's pipeline returns the right values and encodes each once, whatever is edited.
 
-Each runs in the host of these tests, and in mgds where it can be imported (pipeline_host.py).
+Each test runs in the tests' own host, and in mgds if it can be imported (pipeline_host.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_sdxl import RECORDED, Run, Setup, concept, write_photos
+from helpers.pipeline_sdxl import RECORDED, Run, Setup, concept, exact, write_photos
 
 from latentcache.dataset.samples import Signature
 from latentcache.models.tiny import tiny_parts
@@ -29,24 +29,12 @@ NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
 
 
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Equal values of equal types, tensors bit for bit."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert type(value) is type(other[name]), name
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == other[name].dtype, name
-            torch.testing.assert_close(value, other[name], rtol=0, atol=0, msg=name)
-        else:
-            assert value == other[name], name
-
-
 def assert_same_items(run: Run, expected: dict[str, dict[str, Any]]) -> None:
-    """The items of a cache are those of another, by photo; a pipeline has further values."""
+    """A cache's items equal the expected ones, which may have further values, by photo."""
     found = run.by_photo()
     assert found.keys() == expected.keys()
     for name, item in found.items():
-        assert_same(item, {key: expected[name][key] for key in item})
+        assert exact(item) == exact({key: expected[name][key] for key in item})
 
 
 def live(setup: Setup) -> dict[str, dict[str, Any]]:
@@ -67,8 +55,7 @@ def test_fresh_values_are_those_without_a_cache_and_are_used_again(setup: Make) 
     assert run.encoded == EVERYTHING and run.begun == ["image", "after", "text", "after"]
     expected, got, first = live(setup()), of_pipeline(run), run.by_photo()
     assert got.keys() == expected.keys() and len(got) == NUM
-    for name, item in got.items():
-        assert_same(item, expected[name])
+    assert all(exact(item) == exact(expected[name]) for name, item in got.items())
     for changes in ({}, {"parts": tiny_parts(0)}):  # the same weights in other objects, as in another process
         run = setup(**changes).start()
         assert run.encoded == Counter() and run.begun == []
@@ -77,7 +64,7 @@ def test_fresh_values_are_those_without_a_cache_and_are_used_again(setup: Make) 
 
 def test_of_renamed_and_added_files_only_the_added_are_encoded(setup: Make, folder: Path) -> None:
     before = setup().start().by_photo()
-    for suffix in (".png", ".txt"):  # all others stand at another place now
+    for suffix in (".png", ".txt"):  # this moves all others to another position
         (folder / f"p00{suffix}").rename(folder / f"zz{suffix}")
     run = setup().start()
     assert run.encoded == Counter()
@@ -86,7 +73,7 @@ def test_of_renamed_and_added_files_only_the_added_are_encoded(setup: Make, fold
     add(folder, "p01b", 71)
     assert setup().start().encoded == Counter(vae=2, text_encoder=2, text_encoder_2=2)
     variations = setup(concepts=[concept(folder, image_variations=2)]).start(num_epochs=2)
-    assert variations.encoded == Counter(), "without augmentation they are one entry"
+    assert variations.encoded == Counter(), "without augmentation variations share one entry"
 
 
 def test_crop_jitter_makes_the_images_behind_a_new_one_new(setup: Make, folder: Path) -> None:
@@ -108,7 +95,7 @@ def test_crop_jitter_makes_the_images_behind_a_new_one_new(setup: Make, folder: 
 
 
 def test_variations(setup: Make, folder: Path) -> None:
-    """Each variation has what mgds would give for it, and an epoch encodes only what it has not met yet."""
+    """Each variation has the values that mgds would compute, and each is encoded once."""
     for path in folder.glob("*.txt"):
         path.write_text("one\ntwo\nthree\nfour\nfive", encoding="utf-8")
     concepts = [concept(folder, image_variations=2, text_variations=2, **{"image.enable_random_flip": True})]
@@ -124,18 +111,16 @@ def test_variations(setup: Make, folder: Path) -> None:
     assert run.encoded["vae"] <= 2 * NUM * 5  # the values of `expected` were encoded without a cache
     for epoch in range(4):
         for item, values in zip(cold[epoch], expected[epoch], strict=True):
-            assert_same({name: item[name] for name in values}, values)
-    assert any(not torch.equal(a["latent_image"], b["latent_image"]) for a, b in zip(*cold[:2], strict=True))
-    assert any(not torch.equal(a["tokens_1"], b["tokens_1"]) for a, b in zip(*cold[:2], strict=True))
+            assert exact({name: item[name] for name in values}) == exact(values)
+    for name in ("latent_image", "tokens_1"):
+        assert any(not torch.equal(a[name], b[name]) for a, b in zip(*cold[:2], strict=True))
     again = setup(concepts=concepts).start(4)
     assert again.encoded == Counter() and again.begun == []
 
 
 @pytest.mark.parametrize(("strategy", "balancing", "num_out"), [("REPEATS", 2.5, 15), ("SAMPLES", 4, 4)])
-def test_repeats_and_samples(
-    setup: Make, tmp_path: Path, folder: Path, strategy: str, balancing: float, num_out: int
-) -> None:
-    """As VariationSorting counts them, over several epochs: what is cached and what is not are joined by position."""
+def test_balancing(setup: Make, tmp_path: Path, folder: Path, strategy: str, balancing: float, num_out: int) -> None:
+    """Counted as in VariationSorting, over several epochs: cached and uncached values are joined by position."""
     other = write_photos(tmp_path / "others", 3)
     disabled = concept(tmp_path / "others", seed=9, enabled=False)
     concepts = [concept(folder, balancing=balancing, balancing_strategy=strategy), disabled, concept(other, seed=2)]
@@ -152,7 +137,7 @@ def test_repeats_and_samples(
     assert seen == [f"p{number % NUM:02}.png" for number in range(3 * num_out)]
 
 
-def test_two_writers(setup: Make) -> None:
+def test_two_processes_encode_nothing_twice(setup: Make) -> None:
     barrier = threading.Barrier(2)
     both = {"before": lambda kind: barrier.wait(60) if kind == "image" else None}
     setups = [setup(**both, parts=tiny_parts(0)) for _ in range(2)]  # a model that ran may hold a lock
@@ -164,8 +149,8 @@ def test_two_writers(setup: Make) -> None:
 
 
 def test_edited_captions_and_images_are_noticed(setup: Make, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image also with the same mtime and size, and where its digest was kept."""
-    monkeypatch.setattr(Signature, "is_settled", lambda signature: True)  # else that of a file so new is not
+    """Even an image with the same mtime and size, whose digest was cached."""
+    monkeypatch.setattr(Signature, "is_settled", lambda signature: True)  # caches digests of new files too
     path = folder / "p04.png"
     write_photo(path, 50, (96, 64), compress_level=0)
     before, old = setup().start().by_photo(), path.stat()
@@ -174,7 +159,7 @@ def test_edited_captions_and_images_are_noticed(setup: Make, folder: Path, monke
     assert run.encoded == Counter(text_encoder=1, text_encoder_2=1) and run.begun == ["text", "after"]
     after = run.by_photo()
     assert not torch.equal(after["p02.png"]["tokens_1"], before["p02.png"]["tokens_1"])
-    assert_same(after["p01.png"], before["p01.png"])
+    assert exact(after["p01.png"]) == exact(before["p01.png"])
     write_photo(path, 51, (96, 64), compress_level=0)
     os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (old.st_size, old.st_mtime_ns)
@@ -185,7 +170,7 @@ def test_edited_captions_and_images_are_noticed(setup: Make, folder: Path, monke
 
 
 def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Make, folder: Path) -> None:
-    """With DiskCache every caption went to the wrong image: the two caches had two orders."""
+    """With DiskCache every caption went to the wrong image: its two caches had different orders."""
     setup().start()
     (folder / "p05.png").unlink()
     add(folder, "a", 70)
@@ -194,8 +179,8 @@ def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Make, fold
     assert_same_items(run, live(setup()))
 
 
-# The outputs of both text encoders are one item of the pipeline.
 TEXTS = Counter(text_encoder=NUM, text_encoder_2=NUM)
+"""The outputs of both text encoders are one item of the pipeline."""
 
 
 def swapped(part: str) -> dict[str, Any]:
@@ -208,15 +193,13 @@ def swapped(part: str) -> dict[str, Any]:
         (lambda: swapped("vae"), "latent_image", Counter(vae=NUM)),
         (lambda: swapped("text_encoder"), "text_encoder_1_hidden_state", TEXTS),
         (lambda: swapped("text_encoder_2"), "text_encoder_2_hidden_state", TEXTS),
-        (lambda: {"clip_layer": -1}, "text_encoder_1_hidden_state", TEXTS),  # which is in no group's name
+        (lambda: {"clip_layer": -1}, "text_encoder_1_hidden_state", TEXTS),
         (lambda: {"resolution": "110"}, "latent_image", Counter(vae=NUM)),
     ],
     ids=["vae", "text_encoder", "text_encoder_2", "layer", "resolution"],
 )
-def test_another_model_or_setting(
-    setup: Make, changes: Callable[[], dict[str, Any]], name: str, encoded: Counter[str]
-) -> None:
-    """Its outputs are new, all others are the old ones."""
+def test_another_model_or_setting(setup: Make, changes: Any, name: str, encoded: Counter[str]) -> None:
+    """Only its outputs are encoded again."""
     before, changed = setup().start().by_photo(), changes()
     run = setup(**changed).start()
     assert run.encoded == encoded

@@ -1,4 +1,4 @@
-"""What modules and the parts of a model are by: weights, layers that are hooked in, functions, chat templates."""
+"""The identity of modules and of model parts: weights, hooked layers, functions, chat templates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def linear(value: float) -> torch.nn.Linear:
 
 
 class Hooked(torch.nn.Module):
-    """A trainer's layer, whose forward takes the place of another's; of its list torch knows nothing."""
+    """A trainer's layer that replaces another one's forward, with a tensor that is not registered."""
 
     def __init__(self, value: float = ROUNDED, extra: float = 1.0, alpha: float = 1.0):
         super().__init__()
@@ -41,7 +41,7 @@ class Hooked(torch.nn.Module):
 
 
 def encoder(hooked: Hooked | None = None, value: float = ROUNDED) -> torch.nn.Module:
-    """A float16 encoder with a float32 layer of this value, and the hooked one."""
+    """A float16 encoder with a float32 layer of this value, and a hooked layer."""
     layers = torch.nn.Sequential(linear(0.1).half(), linear(value))
     if hooked is not None:
         layers[0].forward = hooked.forward  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def identity(*given: Any) -> dict[str, Any]:
 
 
 def test_weights_and_hooked_layers_count_to_their_last_bit() -> None:
-    """Of a part with several dtypes, or of a float32 LoRA on a float16 encoder, nothing is rounded."""
+    """Nothing is rounded in a part with several dtypes, or in a float32 LoRA on a float16 encoder."""
     plain, changed = identity(), ROUNDED + 1e-6
     assert plain == identity() != identity(None, changed)
     found = [identity(Hooked()), identity(Hooked(changed)), identity(Hooked(extra=1.1)), identity(Hooked(alpha=0.5))]
@@ -66,34 +66,38 @@ def test_weights_and_hooked_layers_count_to_their_last_bit() -> None:
     assert part_identity("text_encoder", part) == found[2]
 
 
-def test_bucket_shapes_of_another_release_count() -> None:
-    """They are an attribute of mgds' class, and no setting."""
-
-    class AspectBucketing:
-        all_possible_input_aspects = ((1.0, 1.0),)
-
-        def get_outputs(self) -> list[str]:
-            return ["crop_resolution"]
-
-    before = describe(AspectBucketing(), {})
-    AspectBucketing.all_possible_input_aspects = ((1.0, 1.0), (1.0, 2.0))
-    assert describe(AspectBucketing(), {}) != before
+def test_weights_changed_in_place_count_except_those_of_a_decoder() -> None:
+    vae = tiny_part("vae")
+    first, pointers = part_identity("vae", vae), [parameter.data_ptr() for parameter in vae.parameters()]
+    with torch.no_grad():
+        vae.decoder.conv_out.weight.mul_(1.5)
+        assert part_identity("vae", vae) == first
+        vae.quant_conv.weight.mul_(1.5)
+        assert part_identity("vae", vae) != first
+    assert pointers == [parameter.data_ptr() for parameter in vae.parameters()], "nothing is moved"
 
 
-class Tokenize:
-    """The settings of mgds' Tokenize of 2026."""
+def test_what_changes_the_values_of_a_module_counts() -> None:
+    """Autocast counts, and contexts without an effect do not; so does a class attribute that a release may change."""
+    make = pipeline_host.host("own").make
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        apply_chat_template: Callable[..., Any] | None = None,
-        apply_chat_template_kwargs: Any = None,
-    ):
-        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
-        self.apply_chat_template_kwargs = apply_chat_template_kwargs
+    def encoding(*contexts: Any) -> Any:
+        return describe(make("EncodeVAE", autocast_contexts=[nullcontext(), *contexts]), {})
 
-    def get_outputs(self) -> list[str]:
-        return ["tokens"]
+    half = torch.autocast("cpu", torch.bfloat16)
+    assert encoding(half) == encoding(half) != encoding(nullcontext())
+    assert encoding(torch.autocast("cpu", torch.bfloat16, enabled=False)) == encoding(nullcontext())
+    bucketing, found = make("AspectBucketing", quantization=64), []
+    for aspects in (((1.0, 1.0),), ((1.0, 1.0), (1.0, 2.0))):
+        type(bucketing).all_possible_input_aspects = aspects
+        found.append(describe(bucketing, {}))
+    assert found[0] != found[1]
+
+
+def tokenizing(tokenizer: Any, function: Callable[..., Any] | None = None, settings: Any = None) -> Any:
+    """mgds' Tokenize, as JSON."""
+    more = {"apply_chat_template": function, "apply_chat_template_kwargs": settings}
+    return describe(pipeline_host.host("own").make("Tokenize", tokenizer=tokenizer, **more), {})
 
 
 def tokenizer_with(template: str) -> Any:
@@ -117,19 +121,17 @@ def test_a_chat_template_and_the_function_that_makes_its_messages_count(monkeypa
     template = "{{ messages[0].content }}"
     tokenizer = tokenizer_with(template)
     settings = {"enable_thinking": True}
-    first = describe(Tokenize(tokenizer, with_role("user"), settings), {})
-    assert first == describe(Tokenize(tokenizer_with(template), with_role("user"), settings), {})
-    others = [
-        Tokenize(tokenizer, with_role("assistant"), settings),
-        Tokenize(tokenizer, lambda caption: _messages(caption, "user"), settings),
-        Tokenize(tokenizer, with_role("user"), {"enable_thinking": False}),
-        Tokenize(tokenizer_with("{{ messages[1].content }}"), with_role("user"), settings),
-    ]
-    assert all(describe(each, {}) != first for each in others)
+    first = tokenizing(tokenizer, with_role("user"), settings)
+    assert first == tokenizing(tokenizer_with(template), with_role("user"), settings)
+    assert first not in (
+        tokenizing(tokenizer, with_role("assistant"), settings),
+        tokenizing(tokenizer, lambda caption: _messages(caption, "user"), settings),
+        tokenizing(tokenizer, with_role("user"), {"enable_thinking": False}),
+        tokenizing(tokenizer_with("{{ messages[1].content }}"), with_role("user"), settings),
+    )
     monkeypatch.setitem(globals(), "SYSTEM", "Another one.")
-    assert describe(Tokenize(tokenizer, with_role("user"), settings), {}) != first
-    plain = describe(Tokenize(tokenizer), {})
-    assert "chat_template" not in plain["settings"]
+    assert tokenizing(tokenizer, with_role("user"), settings) != first
+    assert "chat_template" not in tokenizing(tokenizer)["settings"]
 
 
 def test_functions_and_values_that_are_reached_through_a_module_count() -> None:
@@ -138,7 +140,7 @@ def test_functions_and_values_that_are_reached_through_a_module_count() -> None:
 
     def described() -> Any:
         function = eval("lambda text: own.texts.messages(text) + json.dumps(own.ROLE)", {"own": own, "json": json})
-        return describe(Tokenize(tiny_part("tokenizer"), function), {})
+        return tokenizing(tiny_part("tokenizer"), function)
 
     found = []
     for text, role in (("return 'a' + text", "user"), ("return 'b' + text", "user"), ("return 'b' + text", "system")):
@@ -149,10 +151,10 @@ def test_functions_and_values_that_are_reached_through_a_module_count() -> None:
     assert found[0] != found[1] != found[2]
 
 
-# Loaders of other families than SDXL: the modules before the text cache, as the loaders make them.
-# `onetrainer_families.json` is what each loader's `_preparation_modules` and `_cache_modules` gave, without training
-# text encoders, at the commits that it names. {"object": name} stands for what the trainer loads, {"function": name}
-# for a function that makes the messages of a chat template.
+# Loaders of families other than SDXL: the modules before the text cache, as the loaders construct them.
+# `onetrainer_families.json` has what each loader's `_preparation_modules` and `_cache_modules` returned, without
+# training text encoders, at the commits that it names. {"object": name} stands for something that the trainer loads,
+# {"function": name} for a function that builds the messages of a chat template.
 
 RECORDED: dict[str, Any] = json.loads(
     Path(pipeline_host.__file__).with_name("onetrainer_families.json").read_text(encoding="utf-8")
@@ -164,7 +166,7 @@ def messages(caption: str) -> list[dict[str, str]]:
 
 
 def loaded(name: str, parts: dict[str, Any]) -> Any:
-    """What the trainer has under this name."""
+    """The trainer's object with this name."""
     if name.endswith("autocast_context"):
         return nullcontext()
     if name.endswith("train_dtype"):
@@ -189,5 +191,5 @@ def test_every_module_is_known_and_each_of_its_settings_is_read(pipeline: Simple
     for name, recorded in RECORDED[family]["modules"]:
         assert name in RECOGNISED
         module = pipeline.make(name, **{key: value(each, parts) for key, each in recorded.items()})
-        if name != "MapData":  # what it gives is a text, which counts as it is
+        if name != "MapData":  # its values are texts, which count as they are
             assert describe(module, {})["settings"].keys() >= recorded.keys()

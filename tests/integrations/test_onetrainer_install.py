@@ -1,4 +1,4 @@
-"""Putting the cache in DiskCache's place in OneTrainer's loaders, and taking it out again."""
+"""Replacing DiskCache in OneTrainer's loaders, and undoing it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from latentcache.integrations.onetrainer import LOADERS
 
 @pytest.fixture
 def mgds(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The own host's base classes under mgds' names."""
+    """The base classes of the tests' host under mgds' names."""
     own = host("own")
     single = "SingleVariationRandomAccessPipelineModule"
     homes = {"mgds.PipelineModule": "PipelineModule", f"mgds.pipelineModuleTypes.{single}": single}
@@ -40,7 +40,7 @@ def loaders(monkeypatch: pytest.MonkeyPatch, mgds: SimpleNamespace) -> list[Modu
 
 
 def test_importing_the_adapter_imports_no_mgds_and_no_release_of_diffusers() -> None:
-    """OneTrainer has its own release of diffusers and of transformers: none of theirs is needed to cache its parts."""
+    """OneTrainer has its own releases of diffusers and transformers, and caching its parts needs neither."""
     code = (
         "import sys; sys.modules |= dict.fromkeys(('mgds', 'diffusers', 'transformers', 'accelerate'))\n"
         "import latentcache.integrations.onetrainer as onetrainer\n"
@@ -55,7 +55,7 @@ def test_importing_the_adapter_imports_no_mgds_and_no_release_of_diffusers() -> 
 
 
 class Model:
-    """A trainer's model with the newer functions."""
+    """A trainer's model with the newer functions for moving parts."""
 
     def __init__(self) -> None:
         self.unet, self.vae = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).eval()
@@ -66,7 +66,7 @@ class Model:
 
 
 def test_what_is_installed_caches(loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path) -> None:
-    """One folder for all, which the trainer does not empty; modes of the model are put back; and all can be undone."""
+    """All caches share one folder outside the trainer's; the model's modes are restored; installing can be undone."""
     model, originals = Model(), [loader.DiskCache for loader in loaders]
     seen: list[bool] = []
 
@@ -89,13 +89,13 @@ def test_what_is_installed_caches(loaders: list[ModuleType], mgds: SimpleNamespa
     undo()
     assert [loader.DiskCache for loader in loaders] == originals
     later = onetrainer.install(cache_dir=tmp_path / "shared", provenance={"build": 8})
-    undo()  # of another installation it undoes nothing
+    undo()  # does not undo another installation
     assert setup("a third run", loaders[1]).start().encoded["vae"] == 2
     later()
     assert [loader.DiskCache for loader in loaders] == originals
 
 
-def test_the_placement_is_restored_after_an_error_and_weights_that_are_lost_are_one() -> None:
+def test_the_placement_is_restored_after_an_error_and_lost_weights_are_an_error() -> None:
     model = Model()
     module: Any = SimpleNamespace(before_cache_fun=model.unet.eval, after_cache_fun=Mock(side_effect=KeyboardInterrupt))
     onetrainer.PlacementGuard(model).around(module)
@@ -104,7 +104,7 @@ def test_the_placement_is_restored_after_an_error_and_weights_that_are_lost_are_
     with pytest.raises(KeyboardInterrupt):
         module.after_cache_fun()
     assert model.unet.training
-    # Weights that come meanwhile stay.
+    # Weights that were loaded meanwhile stay where they are.
     model.vae = torch.nn.Linear(2, 2, device="meta").eval()
     kept = onetrainer.PlacementGuard(model)
     kept.before()

@@ -1,4 +1,4 @@
-"""The examples for kohya's sd-scripts and musubi-tuner, against what their code calls and reads, as it was recorded."""
+"""The examples for sd-scripts and musubi-tuner, and the edits of diffusers' scripts, against recorded facts of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
 class Collator:
-    """How both trainers unwrap a batch, and tell the dataset the epoch."""
+    """Unwraps a batch and announces the epoch to the dataset, as both trainers do."""
 
     def __init__(self, epoch: Any, dataset: Any):
         self.epoch, self.dataset = epoch, dataset
@@ -45,17 +45,15 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> Non
 
 
 def check_calls(dataset: Any, called: dict[str, list[str]]) -> None:
-    """Every method that the trainer calls is there, and takes what it is called with."""
+    """Every method that the trainer calls exists and takes its arguments."""
     for name, parameters in called.items():
         inspect.signature(getattr(dataset, name)).bind(*parameters)
 
 
 def epochs_of(dataset: Any, epoch: Any, num_workers: int) -> list[list[dict[str, Any]]]:
-    """Two epochs as the trainers run them, the epoch counted from 1."""
-    collator = Collator(epoch, None if num_workers else dataset)
-    loader = DataLoader(
-        dataset, shuffle=True, num_workers=num_workers, collate_fn=collator, persistent_workers=bool(num_workers)
-    )
+    """Two epochs as the trainers run them, numbered from 1."""
+    workers = {"num_workers": num_workers, "persistent_workers": bool(num_workers)}
+    loader = DataLoader(dataset, shuffle=True, collate_fn=Collator(epoch, None if num_workers else dataset), **workers)
     epochs = []
     for number in (1, 2):
         epoch.value = number
@@ -65,7 +63,7 @@ def epochs_of(dataset: Any, epoch: Any, num_workers: int) -> list[list[dict[str,
 
 @pytest.fixture
 def kohya(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example, imported beside a base class that is constructed as sd-scripts' own is."""
+    """The example, imported with a base class that is constructed like sd-scripts' own."""
     recorded = RECORDED["sd-scripts"]
 
     class MinimalDataset(Dataset[Any]):
@@ -86,9 +84,7 @@ def kohya(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_sd_scripts_gets_the_batches_of_the_loader(
-    kohya: ModuleType, config: Config, monkeypatch: pytest.MonkeyPatch, num_workers: int
-) -> None:
+def test_sd_scripts_gets_batches(kohya: Any, config: Config, monkeypatch: Any, num_workers: int) -> None:
     recorded = RECORDED["sd-scripts"]
     with LatentCache(config.cache.path) as cache:
         cache.manifests.write(replace(cache.manifest("photos"), loss_weight=0.25))
@@ -106,7 +102,7 @@ def test_sd_scripts_gets_the_batches_of_the_loader(
     loader.set_epoch(2)
     expected = {tuple(batch["caption"]): batch for batch in loader}
     seen = 0
-    for batch in epoch[1:]:  # a worker hears of the epoch with its first batch
+    for batch in epoch[1:]:  # a worker learns the epoch with its first batch
         assert {*recorded["batch"]["process_batch"], *recorded["batch"]["call_unet"]} <= batch.keys()
         live = expected[tuple(batch["captions"])]
         clip_l, clip_g, pooled = batch["text_encoder_outputs_list"]
@@ -153,9 +149,8 @@ def test_musubi_tuner_gets_batches_in_its_layout(
         build_dataset(path, "ragged", text)(trainer, args)
 
 
-# The edits of diffusers' scripts fit the lines that the real scripts have, and bind what the rest of them uses.
-# The scripts are not ours to ship: `diffusers_scripts.json` records, of one commit, the lines that the edits look for
-# and the names that the removed lines bind for others.
+# The edits find their lines in the real scripts, and bind the names that the rest of a script uses. The scripts cannot
+# be shipped here: `diffusers_scripts.json` records, for one commit, the lines that the edits look for and these names.
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads(Path(__file__).with_name("diffusers_scripts.json").read_text(encoding="utf-8"))
@@ -171,7 +166,7 @@ def editing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def script_of(lines: list[str]) -> str:
-    """The recorded lines in their order, each with a line of its own below it."""
+    """The recorded lines in order, each followed by a unique line."""
     return "".join(f"{line}\nbelow {number}\n" for number, line in enumerate(lines))
 
 
@@ -179,7 +174,7 @@ def script_of(lines: list[str]) -> str:
 def test_the_edits_find_the_lines_of_the_real_script_and_bind_its_names(editing: ModuleType, name: str) -> None:
     recorded, edits = RECORD["scripts"][name], editing.EDITS[name]
     assert [line for edit in edits for line in (edit.first, edit.end)] == recorded["lines"]
-    assert recorded["line_numbers"] == sorted(recorded["line_numbers"]), "an end may be the next edit's first line"
+    assert recorded["line_numbers"] == sorted(recorded["line_numbers"])
     text = editing.edited(script_of(recorded["lines"]), name, "the/cache", "photos")
     for number, edit in enumerate(edits):
         assert edit.first not in text.splitlines() and f"below {2 * number}\n" not in text
