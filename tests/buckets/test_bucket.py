@@ -90,7 +90,7 @@ def test_a_store_that_cannot_compare_is_refused(swift_url: str) -> None:
     for call in (lambda: manifests.begin("photos"), lambda: manifests.write(make_manifest())):
         with pytest.raises(RemoteError, match="does not support conditional writes") as caught:
             call()
-        assert "Use one that does, as those of Amazon" in caught.value.next_step
+        assert "latentcache serve" in caught.value.next_step
     assert bucket.list("probes") == bucket.list("manifests") == {}
 
 
