@@ -96,7 +96,7 @@ class FarIndex:
         return found
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
-        """The location of each entry, None if missing. Packs that are listed for removal can be read until then."""
+        """The location of each entry, None if missing. Packs that are listed for removal still count."""
         found = self.table.look_up(keys)
         if None in found:
             self.refresh()

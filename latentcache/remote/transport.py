@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 from latentcache.config import RETRY_S
@@ -68,7 +68,7 @@ class Transport(Closing, Protocol):
         raise ReadOnlyError(self.url)
 
     def check(self, *, create: bool = False) -> None:
-        """StoreError if there is no cache and `create` is false. SchemaError, UnsafeStoreError: see `check_mark`."""
+        """StoreError if there is no cache, unless `create` makes one. SchemaError, UnsafeStoreError: `check_mark`."""
         try:
             data, _ = self.read(MARK)
         except FileNotFoundError:
@@ -132,17 +132,15 @@ def read_checked(transport: Transport, pack: str) -> tuple[WholePack, dict[str, 
 
     FileNotFoundError if the pack does not exist; PackError if it cannot be parsed.
     """
-    for is_last in (False, True):
-        try:
-            found = WholePack.in_memory(pack, transport.read(pack_name(pack))[0])
-            problems = dict(found.problems())
-        except PackError:
-            if is_last:
-                raise
-            continue
-        if is_last or not problems:
-            return found, problems
-    raise AssertionError
+
+    def read() -> tuple[WholePack, dict[str, str]]:
+        found = WholePack.in_memory(pack, transport.read(pack_name(pack))[0])
+        return found, dict(found.problems())
+
+    with suppress(PackError):
+        if not (first := read())[1]:
+            return first
+    return read()
 
 
 def in_threads(

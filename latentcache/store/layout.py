@@ -124,7 +124,7 @@ class Location(msgspec.Struct, frozen=True, gc=False):  # one per entry and batc
 
 
 def byte_ranges(locations: Iterable[Location]) -> list[tuple[int, int]]:
-    """The byte ranges of these entries' fields in their pack: (offset, length). A ragged field gives its offsets'."""
+    """The byte ranges (offset, length) of these entries in their pack: of each field, or of its offsets if ragged."""
     ranges = []
     for location in locations:
         at = location.row - location.group.first

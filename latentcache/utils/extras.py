@@ -10,14 +10,7 @@ from typing import Final
 from latentcache.errors import ExtraMissingError
 
 EXTRAS: Final = {
-    "encode": (
-        "diffusers",
-        "transformers",
-        "accelerate",
-        "huggingface_hub",
-        "safetensors",
-        "PIL",
-    ),
+    "encode": ("diffusers", "transformers", "accelerate", "huggingface_hub", "safetensors", "PIL"),
     "plots": ("matplotlib",),
     "cli": ("cyclopts",),
     "service": ("fastapi", "uvicorn", "starlette", "anyio", "jinja2", "prometheus_client"),
