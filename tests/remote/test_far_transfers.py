@@ -46,13 +46,13 @@ def test_push_and_pull_give_the_same_cache(tmp_path: Path, far: Far, run_json: R
 
 
 def first_times(what: str) -> Callable[[str, int, bytes], bytes | None]:
-    """A fault at the first answer about each pack: nothing of it, half of it, or another bit."""
-    seen: set[str] = set()
+    """A fault at the first answer of each status about each pack: nothing of it, half of it, or another bit."""
+    seen: set[tuple[str, int]] = set()
 
     def change(path: str, status: int, data: bytes) -> bytes | None:
-        if "/packs/" not in path or path in seen:
+        if "/packs/" not in path or (path, status) in seen:
             return data
-        seen.add(path)
+        seen.add((path, status))
         if what == "lost" or not data:
             return None
         return data[: len(data) // 2] if what == "half" else data[:-300] + bytes([data[-300] ^ 1]) + data[-299:]

@@ -115,28 +115,29 @@ def test_commands_about_a_directory_say_so(run: Run, command: str) -> None:
 
 
 def test_verify_marks_damage_there_and_none_on_the_way(service: Far, run_json: Run) -> None:
-    """Neither where the second transfer is good, nor where it is damaged too."""
+    """A reader believes the second transfer, and a writer the service, where that is damaged too."""
     left = list[int]()
+
+    def verified(token: str | None) -> tuple[int, Any]:
+        with pytest.MonkeyPatch.context() as patched:
+            if token is not None:
+                patched.setenv(TOKEN_VARIABLE, token)
+            return run_json("verify", service.url)  # type: ignore[no-any-return]
+
     assert service.folder is not None
     fill(service.folder, range(16))
     service.relay.change = lambda path, _, data: (
         data[:-5] + bytes([data[-5] ^ left.pop()]) + data[-4:] if left and "/packs/" in path else data
     )
-    for num_damaged in (1, 2):
+    for token, num_damaged in ((TOKEN, 1), (None, 2)):
         left += [1] * num_damaged
-        code, report = run_json("verify", service.url)
+        code, report = verified(token)
         assert (code, report["damaged"], report["num_entries"], left) == (0, {}, 18, [])
     damage(service.folder, entries_of(2)[0].tensors["moments"].numpy().tobytes())
-    for reads, num_lost in ((True, 0), (False, 1)):  # the service finds it too, and marks it for one who may write
-        with pytest.MonkeyPatch.context() as patched:
-            if reads:
-                patched.setenv(TOKEN_VARIABLE, TOKEN)
-            code, report = run_json("verify", service.url)
+    for token, num_lost in ((TOKEN, 0), (None, 1)):  # the service finds it too, and marks it for one who may write
+        code, report = verified(token)
         assert code == 1 and report["damaged"].keys() == {key_of_image(2)}
         assert run_json("status", service.url)[1]["num_lost"] == num_lost, "a miss: precache makes it again"
-
-
-# Filling it
 
 
 def test_precache_fills_a_cache_elsewhere(far: Far, make_config: MakeConfig, tmp_path: Path, run: Run) -> None:
