@@ -124,6 +124,7 @@ def test_samples_are_found_by_what_is_wrong_with_them(tmp_path: Path) -> None:
     image, caption = rows["002.png"].images[0], rows["003.png"].captions[0]
     rows["002.png"] = replace(rows["002.png"], source=None, images=(replace(image, trust="unverified"),))
     rows["003.png"] = replace(rows["003.png"], captions=(replace(caption, text=""),))
+    rows["broken.jpg"] = replace(rows["broken.jpg"], captions=rows["004.png"].captions)
     folder = ManifestFolder(tmp_path / "cache" / "manifests")
     folder.write(replace(manifest, rows=rows, common={**COMMON, "imported": {"format": "kohya"}}))
     with DiskStore(tmp_path / "cache") as store:
