@@ -1,1 +1,1 @@
-"""Models -> tensors: loading and identifying the frozen encoders of a model, and running them."""
+"""Loading, identifying and running the frozen parts of a model."""

@@ -1,7 +1,7 @@
-"""The denoiser and the scheduler of a model of any family, for validation and training: filling a cache needs none.
+"""Loading the denoiser and the scheduler of a model of any family, for validation and training.
 
-diffusers' `from_single_file` and `from_pretrained` fill in or leave out weights with a warning at most. Here every
-tensor of the denoiser comes from the file, and every tensor of the file's denoiser has its place.
+diffusers' `from_single_file` and `from_pretrained` add or drop weights with a warning at most. Here every tensor of
+the denoiser must come from the file, and every denoiser tensor in the file must be used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from latentcache.models.files import (
     loading,
     local_folder,
     local_part,
-    part_folder,
     read_config,
     refused,
 )
@@ -44,16 +43,16 @@ from latentcache.models.single_file import State, converted, empty, fill, read_f
 from latentcache.models.tiny import tiny_denoiser, tiny_part
 
 ORIGINAL_PREFIX = "model.diffusion_model."
-"""The first part of a denoiser's names in a whole model of the original layout (Stability's, kohya's, ComfyUI's)."""
+"""Name prefix of a denoiser's tensors in a whole model of the original layout (Stability, kohya, ComfyUI)."""
 
 logger = logging.getLogger("latentcache")
 
 _SCHEDULER_FILE = "scheduler/scheduler_config.json"
 _PEFT_PREFIX = "base_model.model."
-"""What peft's own wrapper (`get_peft_model`) puts before a module's names."""
+"""Name prefix added by peft's wrapper (`get_peft_model`)."""
 _PEFT_MARKS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")
 _SCALES = ("scaled_fp8", ".scale_weight", ".weight_scale", ".comfy_quant", ".absmax")
-"""How the names of a quantised weight's further tensors end, as ComfyUI and bitsandbytes write them."""
+"""Markers in the names of a quantised weight's extra tensors, as written by ComfyUI and bitsandbytes."""
 
 
 def load_denoiser(
@@ -65,15 +64,15 @@ def load_denoiser(
 ) -> Any:
     """The denoiser at `path`, in `dtype`, on the CPU, frozen and in eval mode.
 
-    `path` is `tiny`; a diffusers folder (its `unet/` or `transformer/`); a denoiser's own folder; a .safetensors file,
+    `path` is `tiny`; a diffusers folder (its `unet/` or `transformer/`); a denoiser's own folder; a .safetensors file
     in the original layout or with diffusers' names; a file of `save_checkpoint` (its model part, with the LoRA
-    adapters whose settings its `extra` holds, see `lora_settings`); or a hub id. Default: `model.path`. The `family` is
-    by default that of `model`.
+    adapters that its `extra` describes, see `lora_settings`); or a hub id. Default: `model.path`. `family` defaults to
+    that of `model`.
 
-    Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
-    denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.revision` counts for
-    `model.path`, and so does `model.variant`. ModelError for pickles, for weights that are missing, left over or of
-    another shape, for a denoiser of another family, and for a package that it lacks.
+    A weights file takes its architecture from a config.json next to it, else from `model`: `model.config`, or the
+    denoiser of `model.path`. `model.denoiser` names the subfolder of a diffusers folder. `model.revision` and
+    `model.variant` apply to `model.path` only. ModelError for pickles, for weights that are missing, unexpected or of
+    another shape, for a denoiser of another family, and for a missing package.
     """
     model = ModelConfig() if model is None else model
     name, family = model.path if path is None else str(path), family or family_of(model)[0]
@@ -95,17 +94,17 @@ def _load(family: Family, model: ModelConfig, name: str, dtype: torch.dtype) -> 
     if not is_folder and is_checkpoint(part, name):
         return _of_file(family, model, Path(name), dtype)
     variant, revision = (model.variant, model.revision) if name == model.path else (None, None)
-    folder = part_folder(local_part(subfolder, name, variant, revision)[1], subfolder)
+    folder = local_part(subfolder, name, variant, revision)[1]
     _settings_in(folder, family)
     denoiser, unexpected = load_pretrained(part, class_named(family.denoiser_class), folder, variant, dtype)
     if unexpected:
-        met = f"{folder} has {len(unexpected)} weights that its config.json has no place for, e.g. {unexpected[0]}"
+        met = f"{folder} has {len(unexpected)} weights that do not fit its config.json, e.g. {unexpected[0]}"
         raise refused(part, f"{met}. Use a folder written by save_pretrained.")
     return denoiser
 
 
 def _of_training_checkpoint(family: Family, model: ModelConfig, name: str, dtype: torch.dtype) -> Any:
-    """The denoiser of the checkpoint's model part: the whole part, or the module of its name of several."""
+    """The denoiser in a checkpoint's model part: the whole part, or the module with the denoiser's name."""
     part, word = family.denoiser, family.denoiser_word
     try:
         parts = read_checkpoint(Path(name))["parts"]
@@ -127,8 +126,8 @@ def _of_training_checkpoint(family: Family, model: ModelConfig, name: str, dtype
         if not isinstance(adapters, Mapping):
             raise refused(
                 part,
-                f"{name} holds a {word} with LoRA weights, but not their settings (alpha, rank, targets), without "
-                f"which the weights mean nothing. Save it with extra={{{SETTINGS_KEY!r}: lora_settings({part})}}.",
+                f"{name} holds a {word} with LoRA weights, but not the settings that these need (alpha, rank, "
+                f"targets). Save it with extra={{{SETTINGS_KEY!r}: lora_settings({part})}}.",
             )
         with init_empty_weights(include_buffers=False):
             add_adapters(denoiser, adapters)
@@ -137,55 +136,55 @@ def _of_training_checkpoint(family: Family, model: ModelConfig, name: str, dtype
 
 
 def _of_file(family: Family, model: ModelConfig, file: Path, dtype: torch.dtype) -> Any:
-    """The denoiser in one file: of a whole model in the original layout, or alone, by diffusers' names or those."""
+    """The denoiser from a whole model's file in the original layout, or from its own file in either layout."""
     part, state = family.denoiser, read_file(family.denoiser, file)
     if is_lora(state):
-        raise refused(part, f"{file} is a LoRA. Name it as the LoRA, and as this what it was trained on.")
+        raise refused(part, f"{file} is a LoRA. Pass it as the LoRA, and its base model as the denoiser.")
     if scaled := next((key for key in state if key.endswith(_SCALES)), None):
         raise refused(
             part,
-            f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
-            f"that. Name the same {family.denoiser_word} in bfloat16 or float16, or in float8 without scales.",
+            f"the weights of {file} are quantised with separate scales ({scaled}), which diffusers cannot read. Use "
+            f"the same {family.denoiser_word} in bfloat16 or float16, or in float8 without scales.",
         )
     original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
     has_config = not original and (file.parent / "config.json").is_file()
     settings = _settings_in(file.parent, family) if has_config else _architecture(family, model)
     denoiser = empty(class_named(family.denoiser_class), settings)
     names = denoiser.state_dict().keys()
-    # Both layouts may share more than half of their names. A file by diffusers' names has nearly all of them.
+    # The layouts may share more than half of their names; a file with diffusers' names has nearly all of them.
     if original or len(names & state.keys()) < 0.9 * len(names):
         inside = {each: described.inside for each, described in family.parts.items() if described.inside is not None}
         if str(file) != model.path and any(first in key for first in inside.values() for key in state):
-            met = f"its {', '.join(inside)} is not used: cached texts are made with that of model.path"
-            logger.warning("%s: %s. If they differ, name the file as model.path and run precache", file, met)
+            met = f"its {', '.join(inside)} is not used: cached texts were made with that of model.path"
+            logger.warning("%s: %s. If they differ, set model.path to this file and run precache", file, met)
         state = _converted(family, original or state, settings, str(file))
     _fill(family, denoiser, state, dtype, str(file))
     return denoiser
 
 
 def _converted(family: Family, original: State, settings: Mapping[str, Any], name: str) -> dict[str, torch.Tensor]:
-    """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
+    """Weights in the original layout, converted to diffusers' names. ModelError if any are lost."""
     class_name = family.denoiser_class.rpartition(".")[2]
-    if family.denoiser != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
+    if family.denoiser != "unet":  # a UNet's conversion needs the prefix, others work without
         original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
     original = {key: value for key, value in original.items() if not key.startswith(family.unused_weights)}
     state = converted(family.denoiser, class_name, original, settings, name)
-    # It renames, splits and joins tensors, so that only the sum of their numbers stays.
+    # Conversion renames, splits and joins tensors, so only the total number of values is invariant.
     given, placed = (sum(value.numel() for value in each.values()) for each in (original, state))
     if given != placed:
-        met = f"{name} has {given} numbers in the {len(original)} tensors of its {family.denoiser_word}"
+        met = f"the {len(original)} {family.denoiser_word} tensors of {name} have {given} values"
         step = f"Name a checkpoint of {family.name}"
-        raise refused(family.denoiser, f"{met}, of which diffusers places {placed} in a {class_name}. {step}.")
+        raise refused(family.denoiser, f"{met}, of which diffusers converts {placed} to a {class_name}. {step}.")
     return dict(state)
 
 
 def _fill(family: Family, denoiser: Any, state: State, dtype: torch.dtype, name: str) -> None:
-    step = f"Name a complete {family.denoiser_word} of the model in model.path, or that model's configs as model.config"
+    step = f"Name a complete {family.denoiser_word} of the model in model.path, or set model.config to its configs"
     fill(family.denoiser, denoiser, state, dtype, name, step)
 
 
 def _architecture(family: Family, model: ModelConfig) -> Mapping[str, Any]:
-    """The settings of the model's denoiser: those that weights without a config must fit."""
+    """The config of the model's denoiser, for weights without their own."""
     if model.config is None and is_tiny(model.path, family):
         return dict(tiny_denoiser().config)
     part = model.denoiser or family.denoiser
@@ -194,7 +193,7 @@ def _architecture(family: Family, model: ModelConfig) -> Mapping[str, Any]:
 
 
 def _settings_in(folder: Path, family: Family) -> Mapping[str, Any]:
-    """The settings in a denoiser's config.json. ModelError unless they are those of the family's."""
+    """The settings in a denoiser's config.json. ModelError if they are not the family's."""
     model_class = class_named(family.denoiser_class)
     settings = read_config(family.denoiser, folder, model_class)
     wanted = model_class.__name__
@@ -206,9 +205,9 @@ def _settings_in(folder: Path, family: Family) -> Mapping[str, Any]:
 
 
 def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: ModelConfig) -> None:
-    """Set these parts of the whole family as attributes: of the denoiser's file, folder or hub id, else the model's.
+    """Attach the whole family's further parts to the denoiser: from its file, folder or hub id, else the model's.
 
-    They are no submodules: checkpoints and LoRAs are of the denoiser alone.
+    They are attributes, not submodules: checkpoints and LoRAs cover only the denoiser.
     """
     for part in (each for each in whole.parts if each not in family.parts):
         origin = None
@@ -221,11 +220,11 @@ def _put_beside(denoiser: Any, family: Family, whole: Family, name: str, model: 
             origin = find_model(whole, name, model.config or model.path, None, None)
         origin = origin or find_model(whole, model.path, model.config, model.variant, model.revision)
         denoiser.__dict__[part] = origin.load(part, denoiser.dtype)[part]
-        logger.info("%s: that of %s", part, origin.name)
+        logger.info("%s: loaded from %s", part, origin.name)
 
 
 def _check_shared(denoiser: Any, family: Family, name: str, model: ModelConfig) -> None:
-    """ModelError unless the denoiser has those weights of the model that are a part of the family: texts show them."""
+    """ModelError if weights that the denoiser shares with a text-encoding part differ from the model's."""
     for part, described in family.parts.items():
         if described.folder != family.denoiser:
             continue
@@ -235,28 +234,28 @@ def _check_shared(denoiser: Any, family: Family, name: str, model: ModelConfig) 
         if found != wanted:
             raise refused(
                 family.denoiser,
-                f"{name} has another {part} than {origin.name}, with which texts are cached. Name a whole model with "
-                f"this {family.denoiser_word} as model.path, and run precache.",
+                f"the {part} of {name} differs from that of {origin.name}, with which texts are cached. Set model.path "
+                f"to a whole model with this {family.denoiser_word}, and run precache.",
             )
 
 
 def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """ModelError unless the denoiser takes cached fields of these shapes."""
+    """ModelError if the denoiser does not take cached fields of these shapes."""
     for name, text in family.fields.items():
         if text.width and name in shapes and shapes[name][-1] != (wanted := text.width_in(denoiser.config)):
             met = f"takes {name} of width {wanted}, but the cache has {shapes[name][-1]}"
-            raise refused(family.denoiser, f"{met}. Name a {family.denoiser_word} of the model that made the cache.")
+            raise refused(family.denoiser, f"{met}. Use a {family.denoiser_word} of the model that made the cache.")
 
 
 def load_scheduler(
     path: str | Path | None = None, *, model: ModelConfig | None = None, family: Family | None = None
 ) -> Any:
-    """A new scheduler, of the class and settings that the model's scheduler_config.json states.
+    """A new scheduler with the class and settings in the model's scheduler_config.json.
 
-    A whole diffusers folder or hub id at `path` has its own. Everything else (a denoiser alone, a checkpoint) has none,
-    and takes that of `model`; a checkpoint file's is that of its configs. The tensors `v_pred` and `ztsnr` in such a
-    file overrule it: by them kohya's and ComfyUI's users mark v-prediction and zero terminal SNR. The `family` is by
-    default that of `model`. Raises ModelError.
+    A whole diffusers folder or hub id at `path` has its own. Anything else (a denoiser alone, a training checkpoint)
+    takes that of `model`; for a single-file model it comes from its configs. The marker tensors `v_pred` and `ztsnr`
+    in such a file, a convention of kohya and ComfyUI for v-prediction and zero terminal SNR, override it. `family`
+    defaults to that of `model`. Raises ModelError.
     """
     model = ModelConfig() if model is None else model
     marks: dict[str, Any] = {}
@@ -268,26 +267,23 @@ def load_scheduler(
         elif (folder := _scheduler_folder(name, model, marks)) is None:
             continue
         else:
-            # One class reads the settings of all: they share the file's name.
+            # Any scheduler class reads the config: they all use the same file name.
             settings = read_config("scheduler", folder, diffusers.EulerDiscreteScheduler, name)
             with loading("scheduler", name):
                 scheduler_class: Any = getattr(diffusers, str(settings.get("_class_name")))
                 if not issubclass(scheduler_class, diffusers.SchedulerMixin):
-                    raise TypeError(f"{scheduler_class.__name__} is no scheduler of diffusers")
+                    raise TypeError(f"{scheduler_class.__name__} is not a diffusers scheduler")
                 scheduler = scheduler_class.from_config(settings)
         return type(scheduler).from_config(scheduler.config, **marks) if marks else scheduler
     raise refused(
         "scheduler",
-        f"neither {name if path is None else path} nor model.path ({model.path}) has a {_SCHEDULER_FILE}. Name a whole "
-        "diffusers folder as model.path, or as model.config of a checkpoint.",
+        f"neither {name if path is None else path} nor model.path ({model.path}) has a {_SCHEDULER_FILE}. Set "
+        "model.path to a whole diffusers folder, or model.config for a single file.",
     )
 
 
 def _scheduler_folder(name: str, model: ModelConfig, marks: dict[str, Any]) -> Path | None:
-    """The folder with the scheduler's config that belongs to this name, or None.
-
-    Settings that a checkpoint file itself states are added to `marks`.
-    """
+    """The folder with this model's scheduler config, or None. Settings marked in a model file are added to `marks`."""
     if os.path.isdir(name) or not is_checkpoint("scheduler", name):
         revision = model.revision if name == model.path else None
         folder = local_folder("scheduler", name, [_SCHEDULER_FILE], revision=revision)[1]
@@ -296,7 +292,7 @@ def _scheduler_folder(name: str, model: ModelConfig, marks: dict[str, Any]) -> P
     if "v_pred" in state:
         marks["prediction_type"] = "v_prediction"
         if "ztsnr" in state:
-            # "trailing" because only then sampling begins where nothing but noise is left (Lin et al., 2305.08891).
+            # Only "trailing" starts sampling from pure noise (Lin et al., 2305.08891).
             marks |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         logger.info("scheduler: %s is marked as v_pred: %s", name, marks)
     if name != model.path:

@@ -1,9 +1,9 @@
-"""The files of a model: which weights are safe to read, where the hub's copies lie, and strict loading of both.
+"""The files of a model: finding them locally or on the hub, refusing unsafe ones, and strict loading.
 
-diffusers and transformers fill missing weights with random values, drop what has no place, and read pickles, each with
-a warning at most. Here each of these is a ModelError that names the part, the file and the next step.
+diffusers and transformers initialise missing weights randomly, drop unexpected ones and read pickles, with a warning at
+most. Here each of these is a ModelError that names the part, the file and the next step.
 
-Both are imported when they load something: it takes seconds, and a run whose entries are all there needs neither.
+Both are imported lazily: this takes seconds, and a run without misses needs neither.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from latentcache.families.base import Family
 from latentcache.utils.extras import outdated
 
 TINY = "tiny"
-"""The name of the model of the family DEFAULT that is built in code (`models.tiny`), with random weights."""
+"""`model.path` of the model of the family DEFAULT with random weights, built in code (`models.tiny`)."""
 TINY_PHOTOS = "tiny-photos"
-"""The name of the model in `TINY_PHOTOS_FOLDER`."""
+"""`model.path` of the model in `TINY_PHOTOS_FOLDER`."""
 TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
-"""A diffusers folder in the package: a tiny model that was trained on the quickstart's photos."""
+"""A diffusers folder in the package with a tiny model trained on the quickstart's photos."""
 MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
-"""What a model's folder has of its pipeline: the second where that is made of diffusers' modular blocks."""
+"""Files that name a model's pipeline; the second is for diffusers' modular pipelines."""
 _LOADS = threading.RLock()
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_STEP = (
-    "Download it once while online (hf download NAME), or name a local folder or .safetensors file, "
-    "e.g. as model.path; `--model.path tiny` tries it without a model"
+    "Download it once while online (hf download NAME), or name a local folder or .safetensors file, e.g. as "
+    "model.path; `--model.path tiny` runs without a real model"
 )
 
 
@@ -53,21 +53,21 @@ def refused(part: str, message: str) -> ModelError:
 
 
 def is_tiny(path: str, family: Family) -> bool:
-    """Whether `path` names the model that is built in code. ModelError if it does, for a family that it is not of."""
+    """Whether `path` names the model built in code. ModelError if it does but `family` is another one."""
     if path == TINY and family.name != DEFAULT:
-        step = f"Name a diffusers folder or hub id of a model of {family.name}, e.g. {family.repositories[0]}"
+        step = f"Name a diffusers folder or hub id of a {family.name} model, e.g. {family.repositories[0]}"
         raise refused("model", f"{TINY} is a model of {DEFAULT}, but the family is {family.name}. {step}.")
     return path == TINY
 
 
 def check_package(part: str, class_name: str, package: str | None) -> None:
-    """Raise ModelError if this package is not installed, without which the class cannot be used."""
+    """Raise ModelError if a package that the class needs is not installed."""
     if package is not None and importlib.util.find_spec(package) is None:
         raise refused(part, f"{class_name} needs {package}. Install that package.")
 
 
 def model_index(folder: Path, name: str) -> dict[str, Any] | None:
-    """The document of a model's folder that names its pipeline, or None; errors call it `name`. ModelError."""
+    """The parsed index of a model's folder, or None; errors call the folder `name`. ModelError."""
     file = next((folder / each for each in MODEL_INDEXES if (folder / each).is_file()), None)
     if file is None:
         return None
@@ -76,24 +76,24 @@ def model_index(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def weights_name(part: str, variant: str | None = None) -> str:
-    """How the names of a part's weights begin in a diffusers folder: `diffusion_pytorch_model`, or with `.fp16`."""
+    """File name prefix of a part's weights in a diffusers folder, e.g. `diffusion_pytorch_model.fp16`."""
     stem = "model" if part.startswith(("text_encoder", "image_encoder")) else "diffusion_pytorch_model"
     return f"{stem}.{variant}" if variant else stem
 
 
 def is_checkpoint(part: str, path: str) -> bool:
-    """Whether `path` is a .safetensors file. Raises ModelError if it is, or can only be, another kind of file."""
+    """Whether `path` is a .safetensors file. ModelError if it is another file, or neither a path nor a hub id."""
     if path == TINY_PHOTOS:
         return False
     suffix, is_file = Path(path).suffix.lower(), os.path.isfile(path)
     if suffix in _PICKLED:
         raise refused(
             part,
-            f"{path} is a pickle, which can run code when it is loaded. Name a .safetensors file, or convert this one "
-            "on a machine that you can lose.",
+            f"{path} is a pickle, which can run arbitrary code when loaded. Name a .safetensors file, or convert this "
+            "one in a sandbox.",
         )
     if is_file and suffix != ".safetensors":
-        raise refused(part, f"{path} is a file, but not a .safetensors one. Name a .safetensors file.")
+        raise refused(part, f"{path} is not a .safetensors file. Name one.")
     if not is_file and (suffix == ".safetensors" or not _HUB_ID.fullmatch(path)):
         raise refused(
             part, f"there is no file or folder {path}, and it is not a hub id (owner/name). Correct the path."
@@ -104,10 +104,10 @@ def is_checkpoint(part: str, path: str) -> bool:
 def load_pretrained(
     part: str, model_class: Any, folder: Path, variant: str | None, dtype: torch.dtype, **changed: Any
 ) -> tuple[torch.nn.Module, list[str]]:
-    """The part in a folder of its own, in `dtype` on the CPU, and the names of its weights that have no place in it.
+    """The part in this folder, in `dtype` on the CPU, and the names of unexpected weights.
 
-    `changed` are settings in place of those in its config. Raises ModelError for weights that are pickled, missing or
-    of another shape.
+    `changed` overrides settings in its config. Raises ModelError for weights that are pickled, missing or of another
+    shape.
     """
     with loading(part, str(folder)):
         module, info = model_class.from_pretrained(
@@ -119,7 +119,7 @@ def load_pretrained(
             **{"torch_dtype" if model_class.__module__.startswith("diffusers.") else "dtype": dtype},
             **changed,
         )
-    # Both libraries fill what is missing with random values and only warn.
+    # Both libraries only warn about missing weights, and initialise them randomly.
     absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
     if absent:
         raise refused(
@@ -131,27 +131,20 @@ def load_pretrained(
 
 
 def read_config(part: str, folder: Path, config_class: Any, name: str | None = None) -> Mapping[str, Any]:
-    """The settings in a part's config file, of a class of diffusers. `name` is what errors call the folder.
-
-    Raises ModelError.
-    """
+    """The settings in the config file of a part with a diffusers class; errors call the folder `name`. ModelError."""
     with loading(part, name or str(folder)):
-        settings = config_class.load_config(folder.absolute(), local_files_only=True)  # not `a/b` of the hub
+        settings = config_class.load_config(folder.absolute(), local_files_only=True)  # absolute: no hub id
         if not isinstance(settings, Mapping):
-            raise ValueError(f"its config holds {type(settings).__name__}, not settings by name")
+            raise ValueError(f"its config holds a {type(settings).__name__}, not an object")
         return settings
 
 
-def part_folder(folder: Path, part: str) -> Path:
-    """Where a folder holds a part: in the subfolder of that name, else (a VAE or a UNet alone) in itself."""
-    return folder / part if (folder / part).is_dir() else folder
-
-
 def local_part(part: str, path: str, variant: str | None, revision: str | None = None) -> tuple[str, Path]:
-    """`local_folder`, with one part's config and weights alone. See `part_folder`."""
+    """`local_folder` for a single part: its subfolder if there is one, else the folder itself (a UNet or VAE alone)."""
     files = ("config.json", f"{weights_name(part, variant)}*.safetensors", f"{weights_name(part)}*.safetensors.index*")
     patterns = [f"{folder}{file}" for folder in ("", f"{part}/") for file in files]
-    return local_folder(part, path, patterns, revision=revision, variant=variant)
+    name, folder = local_folder(part, path, patterns, revision=revision, variant=variant)
+    return name, folder / part if (folder / part).is_dir() else folder
 
 
 def local_folder(
@@ -163,22 +156,23 @@ def local_folder(
     variant: str | None = None,
     next_step: str = _HUB_STEP,
 ) -> tuple[str, Path]:
-    """A folder as it is, else a hub repository's snapshot folder with these files; before it its name, with the commit.
+    """The name and path of a local folder, or of a hub repository's snapshot with files that match `patterns`.
 
-    `tiny-photos` names the folder in the package. What is in the hub cache is not downloaded again. Raises ModelError.
+    The name of a snapshot includes the commit. `tiny-photos` is the folder in the package. Files in the hub cache are
+    not downloaded again. Raises ModelError.
     """
     if os.path.isdir(path):
         return path, Path(path)
     if path == TINY_PHOTOS:
         return path, TINY_PHOTOS_FOLDER
-    # Without a variant, the variants (model.fp16.safetensors) next to the plain files are not needed.
+    # Without a variant, skip variant files (model.fp16.safetensors) next to the plain ones.
     ignored = None if variant else ["*.*.safetensors"]
     try:
         found = snapshot_download(path, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
-    except Exception as error:  # huggingface_hub's errors share no base, and httpx's pass through
+    except Exception as error:  # huggingface_hub's errors share no base class, and httpx's pass through
         name = path if revision is None else f"{path} at revision {revision!r}"
-        problem = f"is no local path, and could not be had from the hub ({first_line(error)})"
-        if isinstance(error, LocalEntryNotFoundError):  # its text is about its own settings
+        problem = f"is not a local path, and could not be downloaded from the hub ({first_line(error)})"
+        if isinstance(error, LocalEntryNotFoundError):  # its message is about huggingface_hub's settings
             problem = "is not on this machine, and the hub cannot be reached"
         raise refused(part, f"{name} {problem}. {next_step.replace('NAME', path)}.") from error
     return f"{path}@{Path(found).name}", Path(found)
@@ -187,15 +181,15 @@ def local_folder(
 def config_folder(
     path: str, config: str | None, patterns: Sequence[str], revision: str | None = None
 ) -> tuple[Path, str]:
-    """The folder with the configs of a model: `config` if it is given, else `path`, or what diffusers infers from it.
+    """The folder with a model's configs: `config` if given, else `path`, or what diffusers infers from that file.
 
-    Returns the folder, and the name of where it comes from. `patterns` are the files to download if it is a hub id, of
-    which `revision` is that of `path`. Raises ModelError.
+    Returns the folder and the name of its origin. `patterns` are the files to download from the hub; `revision` is
+    for `path`. Raises ModelError.
     """
     name, next_step = path if config is None else config, _HUB_STEP
     if config is not None:
         revision = None
-        next_step = "It was named by model.config. Name a diffusers folder or a hub id of a model of its family there"
+        next_step = "It comes from model.config. Set that to a diffusers folder or hub id of a model of its family"
     elif not os.path.isdir(path) and is_checkpoint("model", path):
         from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
 
@@ -206,16 +200,15 @@ def config_folder(
 
 
 def first_line(error: BaseException) -> str:
-    """The error's first line, or its type where it says nothing."""
+    """The first line of the error's message, or its type if that is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
 def loading(part: str, name: str) -> Iterator[None]:
-    """Turn what diffusers and transformers raise into ModelError, and keep their progress bars off the terminal.
+    """Turn errors of diffusers and transformers into ModelError, and silence progress bars and diffusers' log.
 
-    And what diffusers logs of weights: it is raised here, or callers say what it means. These settings are the
-    process's, so that threads load one after the other.
+    What diffusers logs about weights is raised here instead. These settings are global, so threads load one at a time.
     """
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
@@ -238,13 +231,13 @@ def loading(part: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def readable(part: str, name: str) -> Iterator[None]:
-    """Turn whatever is raised for a damaged or foreign file into ModelError."""
+    """Turn any error about a damaged or foreign file into ModelError."""
     try:
         yield
     except ModelError:
         raise
-    except Exception as error:  # they raise nearly anything for a damaged or foreign file
-        step = "Check that the files are whole .safetensors ones, and belong to a model of this family"
+    except Exception as error:  # the libraries raise nearly anything
+        step = "Check that the files are complete .safetensors files of a model of this family"
         if older := ", ".join(outdated("encode")):
             step = f"This environment has {older}. Encode in another one (pip install 'latentcache[encode]'), read here"
         problem = f"{name} could not be loaded ({type(error).__name__}: {first_line(error)})"
@@ -255,12 +248,11 @@ def readable(part: str, name: str) -> Iterator[None]:
 
 
 def family_of(config: ModelConfig) -> tuple[Family, str]:
-    """The family of the config's model, and where that is stated, for people.
+    """The family of the config's model, and the reason, for people.
 
-    It is `model.family`, else that of the pipeline which the model's model_index.json names, or its
-    modular_model_index.json. A file and a folder without either say nothing: they are taken as of the family DEFAULT.
-    Raises ModelError for a pipeline of a family that is not known or that the family refuses, and for a hub id that
-    cannot be read.
+    It is `model.family`, else that of the pipeline in the model's model_index.json or modular_model_index.json. A
+    single file, and a folder without either index, count as the family DEFAULT.
+    Raises ModelError for an unknown or unsupported pipeline, and for a hub id that cannot be read.
     """
     if config.family is not None:
         return family_named(config.family), "model.family says so"
@@ -269,11 +261,11 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
         return family_named(DEFAULT), f"{name} is of this family"
     index = _index_of(config)
     if index is None:
-        reason = "has no model_index.json" if os.path.isdir(name) else "is one file, which does not say it"
-        return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
+        reason = "has no model_index.json" if os.path.isdir(name) else "is a single file"
+        return family_named(DEFAULT), f"{name} {reason}, so {DEFAULT} is assumed: set model.family if it is another one"
     with readable("model", name):
         named = index["_class_name"]
-        class_name = str(named[-1] if isinstance(named, list) else named)  # a list: the pipeline's own file, its class
+        class_name = str(named[-1] if isinstance(named, list) else named)  # a list has the pipeline's own module first
     for family in map(family_named, FAMILIES):
         if any(fnmatchcase(class_name, known) for known in (family.pipeline_name, *family.pipeline_names)):
             return family, f"{name} is a model of {class_name}"
@@ -281,26 +273,23 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
             step = f"Name a model of {family.pipeline_name}, as {family.repositories[0]}"
             raise ModelError(f"model: {name} is a model of {class_name}. It {met}. {step}.", part="model")
     raise ModelError(
-        f"model: {name} is a model of {class_name}, whose family is not known. Set model.family to the one whose parts "
+        f"model: {name} is a model of {class_name}, whose family is unknown. Set model.family to the one whose parts "
         f"it has: {', '.join(FAMILIES)}.",
         part="model",
     )
 
 
 def pipeline_settings(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """What the model's model_index.json says of `family.pipeline_settings`: nothing where there is none.
-
-    ModelError as from `family_of`.
-    """
+    """The `family.pipeline_settings` that the model's model_index.json states. ModelError as from `family_of`."""
     index = _index_of(config) if family.pipeline_settings else None
     return {name: index[name] for name in family.pipeline_settings if name in index} if index else {}
 
 
 def denoised_share(config: ModelConfig, family: Family) -> tuple[float, float]:
-    """Which of the timesteps the model's denoiser is for, as fractions of their number: from 0.0 to 1.0, or a part.
+    """The range of timesteps that the model's denoiser is for, as fractions: (0.0, 1.0), or a part of it.
 
-    A part where `boundary_ratio` in model_index.json divides them: `model.denoiser` has those below it if it is the
-    family's second denoiser. ModelError as from `family_of`.
+    If model_index.json has a `boundary_ratio`, the family's second denoiser (by `model.denoiser`) has the timesteps
+    below it, and the first one the rest. ModelError as from `family_of`.
     """
     index = _index_of(config) if family.second_denoiser else None
     boundary = (index or {}).get("boundary_ratio")
@@ -310,7 +299,7 @@ def denoised_share(config: ModelConfig, family: Family) -> tuple[float, float]:
 
 
 def _index_of(config: ModelConfig) -> dict[str, Any] | None:
-    """The document that names the pipeline; None for a tiny model, one file, and a folder without it."""
+    """The parsed index that names the pipeline; None for a tiny model, a single file, and a folder without one."""
     name, revision = config.config or config.path, None if config.config else config.revision
     if name in (TINY, TINY_PHOTOS) or (not os.path.isdir(name) and is_checkpoint("model", name)):
         return None

@@ -1,4 +1,4 @@
-"""LoRA adapters on a denoiser: loading and saving them as files, and keeping their settings in a checkpoint."""
+"""LoRA adapters on a denoiser: loading and saving files, and their settings in a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from latentcache.models.single_file import read_file
 from latentcache.utils.durable_files import write_sealed
 
 SETTINGS_KEY = "lora"
-"""The name of `lora_settings` in a checkpoint's `extra`."""
+"""Key of `lora_settings` in a checkpoint's `extra`."""
 LORA_FILE = "pytorch_lora_weights.safetensors"
 STEP_KEY = "latentcache_step"
-"""The metadata of LORA_FILE that has the training's step."""
+"""Metadata key of the training step in LORA_FILE."""
 _STEP_IN_NAME = re.compile(r"(?:checkpoint|step)[-_]?(\d+)$")
 
 _ENCODERS = ("text_encoder.", "text_encoder_2.", "lora_te_", "lora_te1_", "lora_te2_")
@@ -41,12 +41,11 @@ _KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_v
 def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Family | None = None) -> str:
     """Add the LoRA in a .safetensors file, or in a folder with LORA_FILE, to the denoiser; returns the adapter's name.
 
-    Files of diffusers (`save_lora_weights`, `save_lora_adapter`) are read, and of kohya and others what the pipeline of
-    the `family` reads, by default that of `family_of_denoiser`. The LoRA acts with `scale` (1: as
-    trained), next to the adapters that the denoiser has; without alphas in the file each is taken as the rank, as
-    diffusers does. The new parameters are frozen. ModelError, and the denoiser as it was, if peft is missing, or if
-    anything in the file has no place in the denoiser: names, shapes, weights of text encoders, kinds other than LoRA
-    and peft's DoRA.
+    Reads files of diffusers (`save_lora_weights`, `save_lora_adapter`), and other formats, such as kohya's, that the
+    pipeline of `family` (default: `family_of_denoiser`) reads. The LoRA is applied with `scale`, next to existing
+    adapters. Missing alphas equal the rank, as in diffusers. The new parameters are frozen. ModelError, with the
+    denoiser unchanged, if peft is missing or if anything in the file does not fit: unknown names, wrong shapes, text
+    encoder weights, and kinds other than LoRA and peft's DoRA.
     """
     family = family or family_of_denoiser(denoiser)
     _need_peft()
@@ -54,8 +53,8 @@ def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Fa
     names = list(read_file("lora", file))
     _check_names(str(file), names, family)
     state, alphas, metadata = _read(file, denoiser, family)
-    # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both
-    # ways of naming; diffusers then leaves out what it did not convert, or gives it another layer's alpha.
+    # diffusers decides by the first name whether to convert a file, and converts no alphas. Its own save_lora_weights
+    # mixes naming schemes; diffusers would then drop unconverted names, or give them another layer's alpha.
     state, alphas = convert_unet_state_dict_to_peft(state), convert_unet_state_dict_to_peft(alphas or {})
     prefix = family.denoiser if any(key.startswith(f"{family.denoiser}.") for key in state) else None
     _check_fit(str(file), state, prefix, denoiser, family)
@@ -64,7 +63,7 @@ def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Fa
     had = set(getattr(denoiser, "peft_config", {}))
     active = _active_adapters(denoiser)
     with loading("lora", str(file)), _several_adapters():
-        # On meta until the values come: an initialisation would draw from the global random state.
+        # low_cpu_mem_usage: random initialisation would advance the global random state.
         denoiser.load_lora_adapter(
             state, prefix=prefix, network_alphas=alphas or None, metadata=metadata, low_cpu_mem_usage=True
         )
@@ -82,16 +81,16 @@ def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Fa
 
 
 def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], dict[str, Any] | None, Any]:
-    """The weights in the file, its alphas and its metadata, as the family's pipeline reads them."""
+    """The file's weights, alphas and metadata, as the family's pipeline reads them."""
     read = family.pipeline_class.lora_state_dict
-    # Pipelines differ in what they need and return. Where none are asked for, alphas are in the weights.
+    # Pipelines differ in arguments and results. Without return_alphas, alphas stay among the weights.
     needed: dict[str, Any] = {}
     if family.denoiser == "unet":
         needed = {"unet_config": denoiser.config}
     elif "return_alphas" in inspect.signature(read).parameters:
         needed = {"return_alphas": True}
     with loading("lora", str(file)):
-        # The folder and the name apart: from a path alone diffusers 0.39 loads no local file.
+        # Folder and name separately: diffusers 0.39 loads no local file from a path alone.
         state, *alphas, metadata = read(
             str(file.parent),
             weight_name=file.name,
@@ -104,10 +103,10 @@ def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], di
 
 
 def saved_step(path: Path) -> int | None:
-    """The training's step that a LoRA or a checkpoint is of, or None if nothing says it.
+    """The training step of a LoRA or a checkpoint, or None if unknown.
 
-    It is in a file of `save_checkpoint`, in the metadata of a file by `save_lora` or kohya's scripts, or in the
-    name: `checkpoint-500` of diffusers' scripts, `my-lora-step00000500` of kohya's.
+    It is read from a file of `save_checkpoint`, from the metadata of `save_lora` or kohya's scripts, or from the name:
+    `checkpoint-500` (diffusers' scripts), `my-lora-step00000500` (kohya's).
     """
     if is_training_checkpoint(path):
         return int(read_checkpoint(path)["step"])
@@ -130,16 +129,16 @@ def save_lora(
     family: Family | None = None,
     step: int | None = None,
 ) -> Path:
-    """Write an adapter of the denoiser to LORA_FILE in a folder, as diffusers does, but whole or not at all.
+    """Write an adapter of the denoiser to LORA_FILE in a folder, like diffusers, but atomically.
 
-    `family` is by default that of `family_of_denoiser`. `step` is that of the training: `latentcache validate` finds it
-    in the file. Returns the file's path. Raises StoreError where it cannot be written.
+    `family` defaults to `family_of_denoiser`. The training `step` is stored for `latentcache validate`. Returns the
+    file's path. Raises StoreError if it cannot be written.
     """
     from peft.utils import get_peft_model_state_dict
 
     family = family or family_of_denoiser(denoiser)
     layers = get_peft_model_state_dict(denoiser, adapter_name=adapter)
-    if family.denoiser == "unet":  # as diffusers' scripts have it: other denoisers came after the older names
+    if family.denoiser == "unet":  # like diffusers' scripts: only UNets use the older names
         layers = convert_state_dict_to_diffusers(layers)
     settings = denoiser.peft_config[adapter].to_dict()
     layers, settings = ({f"{family.denoiser}.{name}": each[name] for name in each} for each in (layers, settings))
@@ -152,32 +151,32 @@ def save_lora(
 def lora_settings(denoiser: torch.nn.Module) -> dict[str, Any]:
     """The settings of the denoiser's LoRA adapters, as plain data, for `extra["lora"]` of a checkpoint.
 
-    A state_dict has an adapter's weights, but not its alpha. `denoiser` is one with `add_adapter`, or inside peft's or
-    a parallel wrapper. Raises ModelError if it has no adapter.
+    A state_dict has an adapter's weights but not its alpha. `denoiser` may be in peft's or a parallel wrapper. Raises
+    ModelError if it has no adapter.
     """
     denoiser = unwrapped_module(denoiser)
     configs = getattr(denoiser, "peft_config", None)
     if not configs:
         raise refused("lora", "the denoiser has no adapter. Call its add_adapter(LoraConfig(...)) first.")
-    # peft's configs hold sets and enums of text: as JSON they are lists and text, which LoraConfig takes as well.
+    # peft's configs hold sets and string enums. LoraConfig also accepts their JSON forms, lists and strings.
     adapters = {name: json.loads(json.dumps(config.to_dict(), default=sorted)) for name, config in configs.items()}
     return {"adapters": adapters, "active": _active_adapters(denoiser)}
 
 
 def add_adapters(denoiser: Any, settings: Mapping[str, Any]) -> None:
-    """Build the adapters that `lora_settings` describes into a denoiser that has none; their weights are not set."""
+    """Add the adapters that `lora_settings` describes to a denoiser without any; their weights are not set."""
     _need_peft()
     from peft import LoraConfig
 
     with loading("lora", "the checkpoint's extra['lora']"), _several_adapters():
         for name, config in settings["adapters"].items():
-            # The weights come from the checkpoint: no initialisation, which some kinds compute from the denoiser's own.
+            # No initialisation, which some kinds compute from the denoiser's weights: the checkpoint has them.
             denoiser.add_adapter(LoraConfig(**{**config, "init_lora_weights": False}), name)
         denoiser.set_adapter(list(settings["active"]))
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether tensors of these names are a LoRA alone: none belongs to a whole model."""
+    """Whether these tensor names are a LoRA's only, with none of a whole model."""
     return all(map(_looks_like_lora, names))
 
 
@@ -192,14 +191,14 @@ def _need_peft() -> None:
 
 def _lora_file(path: str) -> Path:
     if is_training_checkpoint(path):
-        raise refused("lora", f"{path} is a checkpoint of a whole denoiser with its LoRA. Name it as the denoiser.")
+        raise refused("lora", f"{path} is a checkpoint of a whole denoiser with its LoRA. Pass it as the denoiser.")
     file = Path(path)
     if file.is_dir():
         file /= LORA_FILE
         if not file.is_file():
             raise refused("lora", f"{path} has no {LORA_FILE}. Name the file itself.")
     elif not is_checkpoint("lora", path):
-        raise refused("lora", f"there is no file or folder {path}. Download a LoRA of the hub, and name its file.")
+        raise refused("lora", f"there is no file or folder {path}. Download a LoRA from the hub, and name its file.")
     return file
 
 
@@ -208,11 +207,11 @@ def _check_names(file: str, names: list[str], family: Family) -> None:
     if encoders:
         raise refused(
             "lora",
-            f"{file} changes the text encoders too ({len(encoders)} tensors, e.g. {encoders[0]}), which cannot "
-            "act on cached embeddings. Save the LoRA without them, or merge them into the text encoders, name that "
-            "model as model.path and run precache.",
+            f"{file} also changes the text encoders ({len(encoders)} tensors, e.g. {encoders[0]}), which has no effect "
+            "on cached embeddings. Save the LoRA without them, or merge them into the text encoders, set model.path to "
+            "that model and run precache.",
         )
-    # diffusers drops dora_scale with a warning, and the file then means something else; of LoHa and LoKr it names none.
+    # diffusers drops dora_scale with a warning, which changes the result, and ignores LoHa and LoKr.
     kinds = ("dora_scale", "hada_", "lokr_")
     others = [name for name in names if not _looks_like_lora(name) or any(kind in name for kind in kinds)]
     if others or not names:
@@ -226,7 +225,7 @@ def _check_names(file: str, names: list[str], family: Family) -> None:
 def _check_fit(
     file: str, state: Mapping[str, torch.Tensor], prefix: str | None, denoiser: torch.nn.Module, family: Family
 ) -> None:
-    """ModelError unless every tensor has its place: peft leaves out what has none, at most with a warning."""
+    """ModelError if any tensor does not fit: peft drops it with a warning at most."""
     own = {key.removeprefix(f"{prefix}."): value for key, value in state.items()}
     layers = {name.removesuffix(".base_layer"): module for name, module in denoiser.named_modules()}
 
@@ -242,7 +241,7 @@ def _check_fit(
 
     faults = [key for key, tensor in own.items() if not has_place(key, tensor.shape)]
     if faults or not own:
-        met = f"of {len(own)} tensors {len(faults)} have no place in it"
+        met = f"{len(faults)} of {len(own)} tensors have no counterpart"
         example = f", e.g. {faults[0]} {list(own[faults[0]].shape)}" if faults else ""
         step = f"Name a complete LoRA of a model of {family.name}"
         raise refused("lora", f"{file} does not fit this {family.denoiser_word}: {met}{example}. {step}.")
@@ -250,7 +249,7 @@ def _check_fit(
 
 @contextmanager
 def _several_adapters() -> Iterator[None]:
-    """Silence peft's warning of a second adapter: here it is on purpose."""
+    """Silence peft's warning about a second adapter, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         yield

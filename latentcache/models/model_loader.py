@@ -1,6 +1,6 @@
-"""The frozen parts of a model: loaded when needed, and identified without being loaded where possible.
+"""The frozen parts of a model: loaded lazily, and identified without loading them if possible.
 
-The identity of a part is a digest of what can change its outputs, and of nothing else.
+A part's identity is a digest of exactly what can change its outputs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ from latentcache.models.files import (
     local_folder,
     local_part,
     model_index,
-    part_folder,
     read_config,
     refused,
     weights_name,
 )
 from latentcache.models.part_identity import image_processor_identity, module_identity, tokenizer_identity
-from latentcache.models.tiny import tiny_part
+from latentcache.models.tiny import frozen, tiny_part
 from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.provenance import installed_versions
 from latentcache.utils.json_document import recalled
 
 _ENDINGS = ("json", "txt", "model", "jinja")
-"""Of the files of configs and tokenizers."""
+"""Extensions of config and tokenizer files."""
 _PROCESSORS = ("tokenizer", "image_processor")
 """The roles of parts without weights."""
 _MEMO = "part-identity/2"
@@ -55,12 +54,12 @@ _IDENTITY, _FACTS = TypeAdapter(PartIdentity), TypeAdapter(VaeFacts)
 
 
 class Models(ABC):
-    """What the encoders need of a model of this family. `ModelLoader` and `LoadedModels` are interchangeable."""
+    """The frozen parts of a model of this family. `ModelLoader` and `LoadedModels` are interchangeable."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
         self.family_reason = "the caller said so"
-        """Where the family is stated, for people."""
+        """How the family was chosen, for people."""
         self._loaded: dict[tuple[str, torch.dtype], Any] = {}
         self._tokenizers_ahead: dict[str, Any] | None = None
 
@@ -70,7 +69,7 @@ class Models(ABC):
 
     @abstractmethod
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        """The identity of a part when it computes in `dtype`."""
+        """The identity of a part that computes in `dtype`."""
 
     @abstractmethod
     def vae_facts(self) -> VaeFacts:
@@ -78,14 +77,14 @@ class Models(ABC):
 
     @abstractmethod
     def part(self, name: str, dtype: torch.dtype = torch.float32) -> Any:
-        """A VAE or an encoder in `dtype`, frozen and in eval mode, on the CPU unless a caller moved it; or a processor.
+        """A VAE or an encoder in `dtype`, frozen, in eval mode, on the CPU unless a caller moved it; or a processor.
 
-        Tokenizers and processors of images are the same in every dtype.
+        Tokenizers and image processors ignore the dtype.
         """
 
     @abstractmethod
     def _has(self, part: str) -> bool:
-        """Whether the model has this part, which is optional."""
+        """Whether the model has this optional part."""
 
     @property
     def vae_name(self) -> str:
@@ -111,12 +110,12 @@ class Models(ABC):
         return {**self.text_encoders(dtype), **self.tokenizers()}
 
     def picture_parts(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The image encoder, as the VAE on the CPU, and the image processor by name; nothing of a model without."""
+        """The image encoder, on the CPU unless a caller moved it, and the image processor; empty if there are none."""
         return {name: self.part(name, dtype) for name in self.picture_names}
 
     @property
     def picture_names(self) -> tuple[str, ...]:
-        """The names of these parts: none of a model without. ModelError for a model that has only one of them."""
+        """The names of these two parts, or none. ModelError for a model with only one of them."""
         names = (*self.family.names("image_encoder"), *self.family.names("image_processor"))
         found = tuple(name for name in names if self._has(name))
         if found and found != names:
@@ -124,13 +123,13 @@ class Models(ABC):
         return found
 
     def tokenizers_ahead(self) -> dict[str, Any]:
-        """Copies for another thread: a tokenizer keeps how its last call padded and cut."""
-        if self._tokenizers_ahead is None:  # kept: a service encodes a few prompts at a time, and a copy takes longer
+        """Copies for another thread: a tokenizer's padding and truncation are state of its last call."""
+        if self._tokenizers_ahead is None:  # cached: for the few prompts of a service the copy would dominate
             self._tokenizers_ahead = copy.deepcopy(self.tokenizers())
         return self._tokenizers_ahead
 
     def release(self, *parts: str) -> None:
-        """Forget what was loaded or copied of these parts (default: all), so that its memory is freed."""
+        """Drop the loaded or copied parts with these names (default: all) to free their memory."""
         gone = parts or tuple(self.family.parts)
         self._loaded = {key: each for key, each in self._loaded.items() if key[0] not in gone}
         if not set(gone).isdisjoint(self.family.names("tokenizer")):
@@ -143,12 +142,12 @@ class Models(ABC):
         if described.role != "tokenizer":
             return module_identity(part, found, dtype, described.weights, described.settings)
         made = tokenizer_identity(part, found, described.settings)
-        # transformers chooses the class by the files: another release may choose another one.
+        # transformers chooses the class from the files, and the choice may change between releases.
         is_any_class = described.class_name == "transformers.AutoTokenizer"
         return replace(made, class_name="AutoTokenizer") if is_any_class else made
 
     def _with_stated_upcast(self, facts: VaeFacts, config: Mapping[str, Any]) -> VaeFacts:
-        """The facts with the `force_upcast` that the VAE's own config states. diffusers fills in True."""
+        """The facts with the `force_upcast` of the VAE's own config, where diffusers' default is True."""
         filled_in = config.get("_use_default_values", ())
         stated = None if "force_upcast" in filled_in else config.get("force_upcast")
         return replace(facts, force_upcast=self.family.vae_overflows if stated is None else bool(stated))
@@ -157,11 +156,11 @@ class Models(ABC):
 class ModelLoader(Models):
     """Loads the frozen parts of a model on the CPU, in eval mode; never its denoiser.
 
-    `path` is `tiny`, a hub id, a diffusers folder or one .safetensors checkpoint. `vae` names another VAE: hub id,
+    `path` is `tiny`, a hub id, a diffusers folder or a .safetensors checkpoint. `vae` names a different VAE: a hub id,
     folder or .safetensors file. `config` names a folder or hub id with the configs and tokenizers for a checkpoint
-    (default: what diffusers infers from it). `variant` and `revision` are those of `path`. `memo` remembers
-    identities from one process to the next. All failures are ModelError, also that files changed since they were first
-    read: keys were made of what they were. Nothing is read before the first call.
+    (default: what diffusers infers from it). `variant` and `revision` apply to `path`. `memo` keeps identities across
+    processes. All failures are ModelError, including files that changed since they were first read, which would
+    invalidate keys. Nothing is read before the first call.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class ModelLoader(Models):
         def computed() -> PartIdentity:
             return self._identity_of(part, self.part(part, dtype), dtype)
 
-        # A part whose files have not changed since the memo was written is not loaded.
+        # With a memo entry for its unchanged files the part is not loaded.
         return self._remembered(_MEMO, part, dtype, _IDENTITY, computed)
 
     @override
@@ -200,10 +199,10 @@ class ModelLoader(Models):
     def _vae_facts(self) -> VaeFacts:
         origin = self._origin(self.vae_name)
         settings, vae_class = origin.vae_config(), self.family.parts[self.vae_name].load_class()
-        # Without the weights; the model class fills in the defaults of keys that are not stated.
+        # Without weights: the model class fills in defaults of missing settings.
         with loading(self.vae_name, origin.name), torch.device("meta"):
             vae = vae_class.from_config(settings)
-        if hasattr(vae, "bn"):  # statistics that are weights of the file. They are read in float32: a cast rounds them
+        if hasattr(vae, "bn"):  # statistics stored as weights, read in float32: a cast would round them
             vae = self.vae(torch.float32)
         self._files(self.vae_name)
         return self._with_stated_upcast(vae_facts(vae, self.family), settings)
@@ -236,15 +235,12 @@ class ModelLoader(Models):
         return self._own_vae if part == self.vae_name and self.vae_path is not None else self._model
 
     def _files(self, part: str) -> list[Any]:
-        """What changes when one of the part's files does. ModelError if it has since the first call.
-
-        It is called before a part is loaded, and after it.
-        """
+        """Signatures of the part's files, called before and after loading. ModelError if they changed in between."""
         found = [_signature(path) for path in self._origin(part).files(part)]
         if self._first_files.setdefault(part, found) != found:
             raise ModelError(
-                f"{part}: the files of {self.origin(part)} changed since they were first read, and keys were made of "
-                "what they were. Start again.",
+                f"{part}: the files of {self.origin(part)} changed since they were first read, so keys made from them "
+                "are out of date. Start again.",
                 part=part,
             )
         return found
@@ -252,11 +248,11 @@ class ModelLoader(Models):
     def _remembered(
         self, kind: str, part: str, dtype: torch.dtype, adapter: TypeAdapter[_Known], compute: Callable[[], _Known]
     ) -> _Known:
-        """What the memo has of this part, or what is computed; a part that comes from no file is always."""
+        """A value for this part from the memo, else computed; always computed for a part without files."""
         files = self._files(part)
         if not files:
             return compute()
-        # Library versions count: another one may read a config otherwise.
+        # Library versions are in the memo's key: another one may interpret a config differently.
         versions, described = [*installed_versions(("diffusers", "transformers")).values()], self.family.parts[part]
         counts = [described.class_name, list(described.weights), described.settings]
         key = f"{kind} {digest(canonical_json([part, str(dtype), self.variant, versions, files, counts]))}"
@@ -268,19 +264,19 @@ class ModelLoader(Models):
 
 
 class LoadedModels(Models):
-    """Parts that the caller has already, e.g. a trainer's: the same interface as `ModelLoader`.
+    """Parts that the caller, e.g. a trainer, has already loaded, with the interface of `ModelLoader`.
 
-    A part of the requested dtype is returned as it is; move it with `devices.placement.placed`, which puts it back. For
+    A part in the requested dtype is returned itself; move it with `devices.placement.placed`, which moves it back. For
     another dtype a CPU copy is made and kept until `release()`, because a cast there and back would change the caller's
-    weights. Each use checks that the part is frozen (TrainableEncoderError). Weights may change between calls, so
-    identities are not kept.
+    weights. Each use checks that the part is frozen (TrainableEncoderError). Identities are not cached, as weights may
+    change between calls.
     """
 
     def __init__(self, *, family: Family | None = None, **parts: Any):
         super().__init__(family or family_named(DEFAULT))
         if unknown := sorted(parts.keys() - self.family.parts.keys()):
             known = ", ".join(self.family.parts)
-            raise ModelError(f"{unknown[0]!r} is no part of {self.family.name}: it has {known}", part=unknown[0])
+            raise ModelError(f"{unknown[0]!r} is not a part of {self.family.name}: it has {known}", part=unknown[0])
         self._parts = {name: part for name, part in parts.items() if part is not None}
 
     @override
@@ -298,8 +294,8 @@ class LoadedModels(Models):
         dtype = vae.bn.running_var.dtype if hasattr(vae, "bn") else torch.float32
         if dtype != torch.float32:
             raise ModelError(
-                f"{self.vae_name}: the statistics that its latents are scaled by (bn) are {dtype}, and so rounded; "
-                "they have to be float32. Load the VAE in float32: a cast back does not restore them.",
+                f"{self.vae_name}: its statistics for scaling latents (bn) are {dtype}, but they must be float32. Load "
+                "the VAE in float32: casting back does not restore rounded values.",
                 part=self.vae_name,
             )
         return self._with_stated_upcast(vae_facts(vae, self.family), vae.config)
@@ -309,7 +305,7 @@ class LoadedModels(Models):
         found = self._given(name)
         if not isinstance(found, torch.nn.Module) or all(tensor.dtype == dtype for tensor in found.parameters()):
             return found
-        if (name, dtype) not in self._loaded:  # which holds copies only: the caller's parts are not released
+        if (name, dtype) not in self._loaded:  # which has only copies, as the caller's parts cannot be released
             self._loaded[name, dtype] = copy.deepcopy(found).to("cpu", dtype).eval()
         return self._loaded[name, dtype]
 
@@ -331,12 +327,12 @@ def _signature(path: Path) -> list[Any]:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read any more ({error.strerror}). Name the model again.") from error
+        raise ModelError(f"{path}: can no longer be read ({error.strerror}). Name the model again.") from error
     return [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def check_frozen(part: str, module: torch.nn.Module) -> None:
-    """Raise TrainableEncoderError, naming the first parameter that requires grad, if there is one."""
+    """Raise TrainableEncoderError, naming the first parameter that requires grad, unless all are frozen."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             raise TrainableEncoderError(part, name)
@@ -349,10 +345,10 @@ def check_frozen(part: str, module: torch.nn.Module) -> None:
 class ModelOrigin:
     """Loads the frozen parts of a model of this family on the CPU. Every method raises ModelError.
 
-    `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folders` are those
-    of the parts. The weights of `tiny` are made `in_code`. Others come from `file` where there is one, in the original
-    layout, and only configs and tokenizers from the folders; of a denoiser's file come the parts that it has inside.
-    `variant` is that of the folders' weights.
+    `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit. `folders` maps parts
+    to folders. The weights of `tiny` are built `in_code`. With a `file` in the original layout, weights come from it,
+    and the folders only provide configs, tokenizers and parts that a denoiser's file does not include. `variant`
+    applies to the folders' weights.
     """
 
     name: str
@@ -363,7 +359,7 @@ class ModelOrigin:
     variant: str | None = None
 
     def files(self, part: str) -> list[Path]:
-        """The files whose change may change the part."""
+        """The files that the part depends on."""
         if self.in_code:
             return []
         own = [] if self.file is None or self.family.parts[part].role == "tokenizer" else [self.file]
@@ -371,45 +367,41 @@ class ModelOrigin:
         return own + (sorted(filter(Path.is_file, folder.iterdir())) if folder.is_dir() else [])
 
     def vae_config(self) -> Mapping[str, Any]:
-        """The VAE's config. ModelError for another class than the family's."""
+        """The VAE's config. ModelError if its class is not the family's."""
         [part] = self.family.names("vae")
         vae_class = self.family.parts[part].load_class()
         settings = read_config(part, self.folders[part], vae_class, self.name)
         met, needed = settings.get("_class_name", vae_class.__name__), vae_class.__name__
         if met != needed:
-            message = f"{self.name} is a {met}, but {self.family.name} has an {needed}. Name a VAE of its models."
+            message = f"{self.name} is a {met}, but {self.family.name} has an {needed}. Name a VAE of that class."
             raise refused(part, message)
         return settings
 
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, Any]:
-        """The part by its name: a processor, or a module in `dtype`, frozen and in eval mode.
+        """The part by name: a processor, or a module in `dtype`, frozen and in eval mode.
 
-        Of a checkpoint file all text encoders come at once: it is read once.
+        A checkpoint file is read once, so it returns all of its text encoders.
         """
-        found = self._load(part, dtype)
-        for each in found.values():
-            if isinstance(each, torch.nn.Module):
-                each.eval().requires_grad_(False)
-        return found
+        return frozen(self._load(part, dtype))
 
     def _load(self, part: str, dtype: torch.dtype) -> Mapping[str, Any]:
         described = self.family.parts[part]
         if described.role in _PROCESSORS:
             return {part: self._processor(part)}
         if self.in_code:
-            # torch's own `to`: diffusers' warns of modules to keep in float32.
+            # torch's own `to`: diffusers' warns about modules kept in float32.
             return {part: torch.nn.Module.to(tiny_part(part), dtype)}
-        # Refuses another class of VAE, of whose weights a load only says that some lack.
+        # Refuses a VAE of another class, whose load would only report missing weights.
         settings = self.vae_config() if described.role == "vae" else {}
         if self.file is None or part in _outside(self.family):
             own, model_class = self._existing(part), described.load_class()
             found, unused = load_pretrained(part, model_class, own, self.variant, dtype, **described.changed)
-            # Of a part of another one the other weights have no place. One of its own is a scale of quantised weights.
+            # A part of another part leaves weights over. One with its own prefix is a scale of quantised weights.
             if left := next((name for name in unused if described.folder and name.startswith(described.weights)), None):
                 step = f"Name a folder of {self.family.name} in bfloat16 or float16"
-                raise refused(part, f"{own} has {left}, which has no place in it: its weights are quantised. {step}.")
+                raise refused(part, f"{own} has {left}, so its weights are quantised, which is not supported. {step}.")
             return {part: found}
-        # They need diffusers' converters.
+        # Imported here, as these need diffusers' converters.
         from latentcache.models.single_file import part_of_file, text_encoders_of_file
 
         if described.role == "vae":
@@ -429,20 +421,20 @@ class ModelOrigin:
     def _existing(self, part: str) -> Path:
         folder = self.folders[part]
         if not folder.is_dir():
-            step = f"Name a diffusers folder of a model of {self.family.name} (as model.config, of a checkpoint file)"
-            step += "; or set model.family, if the model is of another one"
+            step = f"Name a diffusers folder of a {self.family.name} model (for a checkpoint file, as model.config)"
+            step += "; or set model.family, if it is of another family"
             raise refused(part, f"{self.name} has no folder {folder.name}. {step}.")
         return folder
 
 
 def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
-    """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
+    """What `path` names: `tiny`, a folder, a .safetensors file, or a hub id, which is downloaded if necessary."""
     if is_tiny(path, family):
         return ModelOrigin(path, family, _folders(family, TINY_PHOTOS_FOLDER, path), in_code=True)
     names = [family.folder_of(part) for part in family.parts]
     configs = [*MODEL_INDEXES, *(f"{name}/*.{ending}" for name in names for ending in _ENDINGS)]
     if not os.path.isdir(path) and is_checkpoint("model", path):
-        # Its configs and tokenizers are those of `config`, or what diffusers infers from its keys.
+        # Configs and tokenizers come from `config`, or from what diffusers infers from the file's keys.
         configs += [f"{part}/{weights_name(part)}*.safetensors*" for part in _outside(family)]
         folder, name = config_folder(path, config, configs)
         return ModelOrigin(path, family, _folders(family, folder, name), Path(path))
@@ -452,20 +444,20 @@ def find_model(family: Family, path: str, config: str | None, variant: str | Non
 
 
 def _outside(family: Family) -> list[str]:
-    """Text encoders that are not in a denoiser's file, where others are: they come from the folder with the configs."""
+    """If a family's denoiser files include text-encoding parts: the text encoders that they do not include."""
     encoders, whole = family.names("text_encoder"), family_named(family.whole or family.name)
     inside = [name for name, part in whole.parts.items() if part.inside is not None]
     return [name for name in encoders if name not in inside] if inside else []
 
 
 def _folders(family: Family, folder: Path, name: str) -> dict[str, Path]:
-    """The folders of the parts: in this one, or where its index places one that is not there."""
+    """The folders of the parts: subfolders of this one, or the places that its modular index gives for missing ones."""
     found = {part: folder / family.folder_of(part) for part in family.parts}
     lacking = [part for part, own in found.items() if not own.is_dir()]
     index = (model_index(folder, name) if lacking else None) or {}
     for part in lacking:
         place = index[part][-1] if isinstance(index.get(part), list) else None
-        # Of modular blocks: another repository or folder. Else it is the name of a class.
+        # Modular indexes may name another repository or folder here; other indexes name a class.
         if isinstance(place, Mapping) and isinstance(given := place.get("pretrained_model_name_or_path"), str):
             own = f"{place['subfolder']}/" if place.get("subfolder") else ""
             patterns = [f"{own}*.{ending}" for ending in (*_ENDINGS, "safetensors")]
@@ -474,10 +466,10 @@ def _folders(family: Family, folder: Path, name: str) -> dict[str, Path]:
 
 
 def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
-    """What `path` names as a separate VAE. A file with no config.json next to it takes the config of `model`'s VAE."""
+    """What `path` names as a separate VAE. A file without a config.json next to it uses the config of `model`'s VAE."""
     if os.path.isdir(path) or not is_checkpoint("vae", path):
         name, folder = local_part("vae", path, None)
-        return ModelOrigin(name, model.family, {"vae": part_folder(folder, "vae")})
+        return ModelOrigin(name, model.family, {"vae": folder})
     file = Path(path)
     has_config = (file.parent / "config.json").is_file()
     return ModelOrigin(path, model.family, {"vae": file.parent} if has_config else model.folders, file)

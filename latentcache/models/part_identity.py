@@ -1,6 +1,6 @@
-"""The identity of a loaded encoder or tokenizer: its weights, and what in its config changes its outputs.
+"""The identity of a loaded encoder or tokenizer: its weights, and the config settings that change its outputs.
 
-Nothing here imports diffusers or transformers: the trainers that pass loaded parts have other releases of them.
+Nothing here imports diffusers or transformers: trainers that pass loaded parts may use other releases.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from latentcache.errors import ModelError
 from latentcache.identity import PartIdentity, canonical_json, digest
 
 OPTIONAL_WEIGHTS = frozenset({"quant_conv."})
-"""First parts of names that some models of a class do not have."""
+"""Weight name prefixes that some models of a class lack."""
 _TILE_SETTING = re.compile(r"tile_.*|use_framewise_.*|num_(sample|latent)_frames.*")
-"""Attributes of a VAE that say how it cuts tiles, which each class names in its own way."""
+"""Attributes that configure a VAE's tiling, whose names vary by class."""
 
 
 def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
-    """An adapter's scale, and whether it is on, are no weights: two outputs would have one identity."""
+    """ModelError for adapters: their scale and state are not weights, so different outputs would share an identity."""
     for name, child in module.named_modules():
         if hasattr(child, "active_adapters") and hasattr(child, "scaling"):  # peft's tuner layers
             raise ModelError(
                 f"{part}.{name} has adapters ({', '.join(child.active_adapters) or 'none active'}), whose scale is not "
-                "part of the weights. Merge them (merge_and_unload) or unload them before this part is cached.",
+                "part of the weights. Merge them (merge_and_unload) or unload them before caching.",
                 part=part,
             )
 
 
 def _named(part: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The named settings that the config has, but for None: with it a later release may fill in a key.
+    """The named settings that the config has, without None values, which later releases may add.
 
-    ModelError if it has none of those of one of its inner configs.
+    ModelError if it has none of the settings of one of its nested configs.
     """
     found = {}
     for name in names:
@@ -50,7 +50,7 @@ def _named(part: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[s
     for inner in {name.rpartition(".")[0] for name in names} - {name.rpartition(".")[0] for name in found}:
         raise ModelError(
             f"{part}: its config has none of the settings of {inner or 'its encoder'!r} that its outputs depend on. "
-            "Install a release of transformers that latentcache allows (see pyproject.toml).",
+            "Install a release of transformers that latentcache supports (see pyproject.toml).",
             part=part,
         )
     return found
@@ -63,11 +63,11 @@ def module_identity(
     weights: Sequence[str],
     settings: Sequence[str] | None,
 ) -> PartIdentity:
-    """The identity of an encoder that computes in `dtype`: the same on every device, for a folder and a single file.
+    """The identity of an encoder that computes in `dtype`, the same on every device, for folders and single files.
 
-    Floating weights are digested as they are in `dtype`: those whose names begin with one of `weights`. `settings` are
-    those of `Part`; None: all of its config, for a class that no family has. Raises ModelError if weights are offloaded
-    (meta tensors), if the module has adapters such as LoRA, or if its config has none of the settings.
+    It covers weights with one of the prefixes `weights`, cast to `dtype`, and `settings` as in `Part`; None means the
+    whole config, for a class that no family has. Raises ModelError for offloaded weights (meta tensors), for adapters
+    such as LoRA, and for a config with none of the settings.
     """
     _check_no_adapters(part, module)
     config: Any = module.config
@@ -76,7 +76,7 @@ def module_identity(
         settings = [name for name in values if not name.startswith("_") and name != "transformers_version"]
     counting = _named(part, values, settings)
     if getattr(module, "use_tiling", False):
-        # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
+        # Tiling changes outputs: tiles are encoded separately and blended. Slicing, one image at a time, does not.
         names = sorted(filter(_TILE_SETTING.fullmatch, vars(module)))
         counting["tiling"] = {name: getattr(module, name) for name in names}
     found = weights_digest(part, module, dtype, weights)
@@ -86,19 +86,19 @@ def module_identity(
 def tokenizer_identity(part: str, tokenizer: Any, image_settings: Sequence[str] = ()) -> PartIdentity:
     """The identity of a tokenizer: `weights` is its vocabulary, merges and text rules, `config` its special tokens.
 
-    With `image_settings` it is a processor's, and these settings count by which it prepares images. Raises ModelError
-    for a tokenizer without a `tokenizers` backend.
+    With `image_settings` it is a processor's, and includes these settings for images. Raises ModelError for a
+    tokenizer without a `tokenizers` backend.
     """
     image_processor = getattr(tokenizer, "image_processor", None) if image_settings else None
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one, and reads images too
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor contains one
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
             f"{part}: {type(tokenizer).__name__} has no `tokenizers` backend, so its rules cannot be read. "
-            "Use a fast tokenizer of transformers.",
+            "Use one of transformers' fast tokenizers.",
             part=part,
         )
-    # Padding and truncation are left out: they are the state of the last call. The decoder makes text, not ids.
+    # Without padding and truncation, the state of the last call, and the decoder, which does not affect ids.
     state = json.loads(backend.to_str())
     rules = {key: state[key] for key in ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")}
     settings = {
@@ -113,24 +113,24 @@ def tokenizer_identity(part: str, tokenizer: Any, image_settings: Sequence[str] 
 
 
 def image_processor_identity(part: str, processor: Any, settings: Sequence[str]) -> PartIdentity:
-    """The identity of a processor of images alone, which has no weights: those of its settings that are named."""
+    """The identity of an image processor: the named settings."""
     config = digest(canonical_json(_images(part, processor, settings)))
     return PartIdentity("image processor", digest(b""), config)
 
 
 def _images(part: str, processor: Any, names: Sequence[str]) -> dict[str, Any]:
-    # The class too: that of Pillow and that of torchvision resize otherwise.
+    # Including the class: Pillow's and torchvision's resize differently.
     return {**_named(part, processor.to_dict(), names), "class": type(processor).__name__}
 
 
 def weights_digest(
     part: str, module: torch.nn.Module, dtype: torch.dtype | None, weights: Sequence[str] = ("",)
 ) -> str:
-    """Digest of those weights of a module whose names begin with one of `weights`: floating ones as in `dtype`.
+    """Digest of a module's weights with one of the name prefixes `weights`, floating ones cast to `dtype`.
 
-    With None each counts in the dtype that it has. Copies on the CPU are digested, and the module stays where it is.
-    Raises ModelError for weights on `meta`, and if no name begins with one of `weights`: the digest would leave out
-    what counts. A VAE may lack OPTIONAL_WEIGHTS.
+    With `dtype` None, each keeps its own. The module stays in place; CPU copies are digested. Raises ModelError for
+    weights on `meta`, and for a prefix without any weights, as the digest would be incomplete. A VAE may lack
+    OPTIONAL_WEIGHTS.
     """
     names = list(module.state_dict())
     for prefix in set(weights) - OPTIONAL_WEIGHTS - {""}:
@@ -138,20 +138,20 @@ def weights_digest(
             met = names[0] if names else "none at all"
             raise ModelError(
                 f"{part}: no weight of {type(module).__name__} has a name that begins with {prefix!r}; the first is "
-                f"{met!r}. Give the module itself without a wrapper, of the class that the family names.",
+                f"{met!r}. Pass the module without a wrapper, of the class that the family names.",
                 part=part,
             )
     rows: list[tuple[str, str, list[int], str]] = []
     prefixes = tuple(weights)
-    # transformers before 5.6 has all of a model of CLIP in one module: one model has one key under every release.
+    # transformers before 5.6 wraps CLIP models in one more module. Keys must not depend on the release.
     wrapper = {"CLIPTextModel": "text_model.", "CLIPVisionModel": "vision_model."}.get(type(module).__name__, "")
     for name, tensor in sorted((k.removeprefix(wrapper), v) for k, v in module.state_dict().items()):
         if not name.startswith(prefixes):
             continue
         if tensor.device.type == "meta":
             raise ModelError(
-                f"{part}.{name} holds no values (it is on the meta device: offloaded, or missing in the file). "
-                "Pass the module before offloading is enabled, or name the model's path.",
+                f"{part}.{name} has no values (it is on the meta device: offloaded, or missing in the file). "
+                "Pass the module before enabling offloading, or the model's path.",
                 part=part,
             )
         digested = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

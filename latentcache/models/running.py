@@ -1,7 +1,6 @@
-"""How models run: in batches that are halved when memory runs out, layer by layer, with flags that are restored.
+"""Running models: in batches that are halved when memory runs out, layer by layer, with pinned numeric flags.
 
-Each batch is launched before the one before it is fetched. No thread is involved, so `utils.concurrency` does not serve
-here: the device itself runs concurrently with the host.
+Each batch is launched before the previous one is fetched. This takes no thread, as the device runs asynchronously.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ Item = TypeVar("Item")
 Launched = TypeVar("Launched")
 Result = TypeVar("Result")
 
-# Messages that accelerate's list lacks: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
+# Messages missing from accelerate's list: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
 _OUT_OF_MEMORY = ("ALLOC_FAILED", "not enough memory: you tried to allocate", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on an accelerator or on the CPU."""
+    """Whether the error is an out-of-memory error, on an accelerator or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if not isinstance(error, RuntimeError):
         return False
-    from accelerate.utils.memory import should_reduce_batch_size  # imported with accelerate, which takes a second
+    from accelerate.utils.memory import should_reduce_batch_size  # lazily: importing accelerate takes a second
 
     return should_reduce_batch_size(error) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Collect garbage and release the accelerator's cached blocks."""
+    """Collect garbage and empty the accelerator's allocator cache."""
     gc.collect()
     empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)  # the CPU's module has none
     if empty_cache is not None:
@@ -52,21 +51,18 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | str | None]:
-    """The value of a call and None, or None and its error: of a shortage of memory the message alone.
+    """The value of a call and None, or None and its error; for an out-of-memory error only its message.
 
-    The frames of a traceback would keep the failed call's tensors alive.
+    The traceback's frames would keep the failed call's tensors alive.
     """
     try:
         return function(argument), None
-    except Exception as error:  # `run_ahead` raises it in its turn
+    except Exception as error:  # `run_ahead` raises it in order
         return None, first_line(error) if is_out_of_memory(error) else error
 
 
 def _taken(waiting: deque[Iterator[Item]], groups: Iterator[Iterable[Item]], size: int) -> list[Item]:
-    """The next items of one group, at most `size`; none at the end.
-
-    `waiting` has the batches that were put back, and the rest of a group.
-    """
+    """Up to `size` next items of one group; empty at the end. `waiting` has requeued batches and a group's rest."""
     while not (waiting and (batch := list(islice(waiting[0], size)))):
         if waiting:
             waiting.popleft()
@@ -78,14 +74,14 @@ def _taken(waiting: deque[Iterator[Item]], groups: Iterator[Iterable[Item]], siz
 
 
 class BatchRunner(Generic[Item, Result]):
-    """Runs batches of at most `batch_size` items; `batch_size` is halved whenever memory runs out.
+    """Runs batches of at most `batch_size` items; `batch_size` is halved for good whenever memory runs out.
 
-    A reduced size stays. `part` names the model in errors.
+    `part` names the model in errors.
     """
 
     def __init__(self, part: str, batch_size: int, device: torch.device | str):
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but at least 1 is needed")
+            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1")
         self.part, self.batch_size, self.device = part, batch_size, torch.device(device)
 
     def run_ahead(
@@ -97,20 +93,19 @@ class BatchRunner(Generic[Item, Result]):
         *,
         num_ahead: int,
     ) -> Iterator[tuple[Sequence[Item], Result]]:
-        """Yield each batch of items with its result, in order. No batch holds items of two groups.
+        """Yield each batch of items with its result, in order. A batch never mixes groups.
 
-        `launch` starts a batch on the device and need not wait for it, `fetch` waits for its result. When a batch is
-        fetched, `num_ahead` further ones have been launched, so that the device has work meanwhile. Groups and their
-        items are taken when they are needed.
+        `launch` starts a batch on the device asynchronously, `fetch` waits for its result. When a batch is fetched,
+        `num_ahead` further ones have been launched to keep the device busy. Groups and items are consumed lazily.
 
-        Memory may run out in either call. Batches that were launched after that one are dropped and launched again.
-        An item that does not fit alone goes to `on_failure` with its EncodeError (problem `out-of-memory`), and the
-        other items are encoded. Other errors are raised after the results of the batches that were launched before.
+        Memory may run out in either call: batches launched later are then dropped and launched again. An item that
+        does not fit alone is passed to `on_failure` with its EncodeError (problem `out-of-memory`), and the rest
+        continues. Other errors are raised after the results of earlier batches.
         """
         waiting, groups = deque[Iterator[Item]](), iter(groups)
         under_way: deque[tuple[list[Item], Any, Exception | str | None]] = deque()
         while True:
-            # After a failure nothing is launched until its turn has come.
+            # After a failure nothing is launched until it is handled.
             while len(under_way) <= num_ahead and not (under_way and under_way[-1][2] is not None):
                 if not (batch := _taken(waiting, groups, self.batch_size)):
                     break
@@ -124,19 +119,19 @@ class BatchRunner(Generic[Item, Result]):
                 raise problem
             if problem is None:
                 yield batch, value
-                del value  # else one more batch of results is alive while the next ones are computed
+                del value  # or one more batch of results would stay alive
                 continue
             waiting.extendleft(iter(launched) for launched, _, _ in reversed(under_way))
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
                 self.batch_size = len(batch) // 2
-                message = "%s: a batch of %d does not fit in the memory of %s, going on with %d"
+                message = "%s: a batch of %d does not fit in the memory of %s, continuing with %d"
                 logger.warning(message, self.part, len(batch), self.device, self.batch_size)
                 waiting.appendleft(iter(batch))
             else:
                 message = (
-                    f"{self.part}: one item alone does not fit in the memory of {self.device} ({problem}). "
+                    f"{self.part}: a single item does not fit in the memory of {self.device} ({problem}). "
                     "Free memory on the device, or use a smaller bucket area or a smaller dtype."
                 )
                 on_failure(batch[0], EncodeError(message, part=self.part, problem="out-of-memory"))
@@ -144,10 +139,9 @@ class BatchRunner(Generic[Item, Result]):
 
 @contextmanager
 def uncached_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast to `dtype`, with None as the surrounding one does, but without its cache of cast weights.
+    """Autocast to `dtype` (None: like the surrounding autocast, if any) without the weight cast cache.
 
-    The cache would not see a swap of EMA weights in place, and training would get casts that were made without
-    gradients.
+    The cache would miss in-place swaps of EMA weights, and hand training casts that were made without gradients.
     """
     if dtype is None and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -160,19 +154,19 @@ def uncached_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterat
 
 _pinning = threading.Lock()
 _pins: list[ExitStack] = []
-"""One for each block of `pinned_numerics` that is open. The first one restores the flags, when the last block ends."""
+"""One per open block of `pinned_numerics`, all the same object. It restores the flags when the last block ends."""
 
 
 @contextmanager
 def pinned_numerics() -> Iterator[None]:
-    """Torch's defaults for the flags that change what an encoder computes, whatever a trainer has set.
+    """Set the flags that change an encoder's results to torch's defaults, whatever a trainer has set.
 
-    The flags are no part of a key, so entries must not depend on them: float32 is computed with TF32 in convolutions of
-    CUDA, and in full everywhere else; float16 is not summed up in float16. cuDNN's benchmark is off: it times kernels
-    to choose one, again for each bucket and batch size, and the winner may differ between runs.
+    The flags are not part of a key, so entries must not depend on them: float32 uses TF32 in CUDA convolutions and
+    full precision elsewhere, and float16 is not accumulated in float16. cuDNN's benchmark is off: it times kernels for
+    each bucket and batch size, and its choice may differ between runs.
 
-    The flags are the process's, not the thread's. Blocks in several threads share one pin: the caller's flags come back
-    when the last block ends, also after an error.
+    The flags are global. Blocks in several threads share one pin: the caller's flags are restored when the last block
+    ends, also after an error.
     """
     with _pinning:
         _pins.append(_pin() if not _pins else _pins[0])
@@ -191,12 +185,12 @@ def float32_precision(device: torch.device) -> dict[str, str]:
 
 
 def _pin() -> ExitStack:
-    """Pin the flags, and return what restores them."""
+    """Pin the flags, and return a stack that restores them."""
     backends: Any = torch.backends
     cudnn, matmul = backends.cudnn, backends.cuda.matmul
     flags: list[tuple[Any, str, Any]] = [(cudnn, "benchmark", False), (matmul, "allow_fp16_accumulation", False)]
     with ExitStack() as undo:
-        if hasattr(backends, "fp32_precision"):  # torch 2.9; to a caller who uses it the older flags are closed
+        if hasattr(backends, "fp32_precision"):  # torch 2.9, where mixing these with the older flags raises
             ieee = (matmul, backends.mkldnn.matmul, backends.mkldnn.conv)
             flags += [(cudnn.conv, "fp32_precision", "tf32"), *((owner, "fp32_precision", "ieee") for owner in ieee)]
         else:
@@ -204,7 +198,7 @@ def _pin() -> ExitStack:
             undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
         for owner, name, value in flags:
-            before = getattr(owner, name, value)  # not every torch has every flag
+            before = getattr(owner, name, value)  # some versions of torch lack some flags
             if before != value and {before, value} != {"none", "ieee"}:
                 undo.callback(_restore, owner, name, before)
                 setattr(owner, name, value)
@@ -213,26 +207,25 @@ def _pin() -> ExitStack:
 
 def _restore(owner: Any, name: str, before: Any) -> None:
     if name == "fp32_precision":
-        owner.fp32_precision = "none"  # as it was, where the caller has set it for all operators
+        owner.fp32_precision = "none"  # inherits, which restores it if the caller set it for all operators
         if owner.fp32_precision == before:
             return
     setattr(owner, name, before)
 
 
-# Text encoders on the device: whole where they fit, else as many layers as fit, and the others one after the other.
+# Text encoders on the device: whole if they fit, otherwise with some layers on the CPU.
 
 WEIGHTS_SHARE = 0.8
-"""Of the free memory that weights may take. The rest is for what the layers compute."""
+"""Share of the free memory that weights may take. The rest is for activations."""
 
 
 @contextmanager
 def encoders_placed(encoders: Mapping[str, torch.nn.Module], device: torch.device) -> Iterator[dict[str, str]]:
-    """The encoders ready to run on `device`, in eval mode; all is as it was afterwards, to the very parameters.
+    """The encoders ready to run on `device`, in eval mode; restored afterwards, including parameter identity.
 
-    Yields, for each that is not there as a whole, its placement and the reason. The smallest are placed first. Weights
-    that stay on the CPU are copied for each batch, layer by layer (accelerate's `dispatch_model`): the same values, to
-    the last bit, in more time. An encoder that is dispatched already is left as it is. DeviceError where not even its
-    first layer fits.
+    Yields a note about the placement of each encoder that does not fit as a whole. The smallest are placed first.
+    Weights that stay on the CPU are copied for each batch, layer by layer (accelerate's `dispatch_model`), which is
+    bit-identical but slower. An already dispatched encoder is left alone. DeviceError if not even the first layer fits.
     """
     notes: dict[str, str] = {}
     with ExitStack() as stack:
@@ -252,12 +245,12 @@ def encoders_placed(encoders: Mapping[str, torch.nn.Module], device: torch.devic
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the weights and buffers; tied ones count once."""
+    """Bytes of the parameters and buffers; tied ones count once."""
     return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
 def _free_bytes(encoder: torch.nn.Module, device: torch.device) -> int | None:
-    """The free memory of a device that is too small for this encoder on the CPU; None if it fits, or is not there."""
+    """The device's free memory if the encoder, now on the CPU, does not fit there; None if it fits or has moved."""
     if device.type == "cpu" or device_of(encoder).type != "cpu":
         return None
     free_cached_memory(device)
@@ -267,16 +260,16 @@ def _free_bytes(encoder: torch.nn.Module, device: torch.device) -> int | None:
 
 @contextmanager
 def _dispatched(encoder: torch.nn.Module, device: torch.device, budget: int) -> Iterator[int]:
-    """The encoder with `budget` bytes of its weights on `device`; yields how many bytes stay on the CPU.
+    """The encoder with up to `budget` bytes of weights on `device`; yields how many bytes stay on the CPU.
 
-    accelerate puts other Parameter objects in the place of the encoder's own, which are kept and put back.
+    accelerate replaces the encoder's Parameter objects, so the originals are saved and restored.
     """
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.hooks import remove_hook_from_submodules
 
-    whole: Any = getattr(encoder, "_no_split_modules", None) or []  # residuals cross their layers: these stay together
-    # accelerate names an accelerator by its number alone: 0 stands for `device`.
-    # Buffers, a few kilobytes, are on the device in any case: `offload_buffers` is to leave them out of the account.
+    whole: Any = getattr(encoder, "_no_split_modules", None) or []  # residual connections: not split
+    # accelerate names accelerators by number: 0 stands for `device`. Buffers, a few kilobytes, are always on the
+    # device: `offload_buffers` leaves them out of the budget.
     sizes: Any = {0: budget, "cpu": sys.maxsize}
     found = infer_auto_device_map(encoder, sizes, no_split_module_classes=list(whole), offload_buffers=True)
     device_map = {name: device if place == 0 else place for name, place in found.items()}

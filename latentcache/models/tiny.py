@@ -1,6 +1,6 @@
-"""Tiny models that need no download: one with random weights, of the family DEFAULT, and one that was trained.
+"""Tiny models of the family DEFAULT that need no download: one with random weights, one trained.
 
-The images of the first are noise: it is for trials and tests. The second knows the quickstart's photos.
+The first, for trials and tests, generates noise. The second generates the quickstart's photos.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ _TOPOLOGY = {
     "attention_head_dim": (2, 4, 8),
     "transformer_layers_per_block": (1, 1, 2),
 }
-"""Of the UNet with random weights."""
+"""Topology of the UNet with random weights."""
 
 
 def tiny_parts(seed: int = 0) -> dict[str, Any]:
-    """The frozen parts of the tiny model by name: float32, CPU, eval. One seed gives one set of weights."""
+    """The frozen parts of the tiny model by name: float32, CPU, eval. The weights depend only on the seed."""
     return {name: tiny_part(name, seed) for name in family_named(DEFAULT).parts}
 
 
 def tiny_part(name: str, seed: int = 0) -> Any:
-    """One part of the tiny model, the denoiser and the scheduler too: a copy of its own, which a caller may change."""
+    """A fresh copy of one part of the tiny model, which may also be the denoiser or the scheduler."""
     return copy.deepcopy(_built(seed)[name])
 
 
 def tiny_denoiser(seed: int = 0) -> Any:
-    """A denoiser that fits these parts: float32, CPU, trainable."""
+    """The tiny model's denoiser: float32, CPU, trainable."""
     return tiny_part(family_named(DEFAULT).denoiser, seed).train().requires_grad_(True)
 
 
 def tiny_photos_pipeline() -> Any:
-    """The tiny model that was trained on the quickstart's photos: float32, CPU, eval, frozen; v-prediction.
+    """The tiny model trained on the quickstart's photos: float32, CPU, eval, frozen, v-prediction.
 
-    It is what `model.path: tiny-photos` names. It returns these photos for their captions, in 256x256 pixels, and
-    little else.
+    This is `model.path: tiny-photos`. It reproduces these photos at 256x256 for their captions, and little else.
     """
     family = family_named(DEFAULT)
     with loading("model", str(TINY_PHOTOS_FOLDER)):
@@ -62,9 +61,9 @@ def tiny_photos_pipeline() -> Any:
 
 @lru_cache(maxsize=4)
 def _built(seed: int) -> dict[str, Any]:
-    """All parts, frozen. Building them takes longer than copying one, and they are requested one by one.
+    """All parts, frozen. Cached, because building them takes longer than copying one.
 
-    They are those of the trained model but for their weights, and for a UNet with the family's topology.
+    Except for the weights and the UNet's topology they are the trained model's.
     """
     from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
 
@@ -78,7 +77,7 @@ def _built(seed: int) -> dict[str, Any]:
     with seeded(seed):
         unet_settings: Any = UNet2DConditionModel.load_config(folder / "unet")
         made["unet"] = UNet2DConditionModel.from_config({**unet_settings, **_TOPOLOGY})
-    # As published models have it.
+    # As in published models.
     settings = {"prediction_type": "epsilon", "timestep_spacing": "leading", "steps_offset": 1}
     made["scheduler"] = EulerDiscreteScheduler.from_pretrained(folder / "scheduler", **settings)
     return frozen(made)
@@ -86,14 +85,14 @@ def _built(seed: int) -> dict[str, Any]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The global generator of the CPU begins with this seed inside, and is as it was afterwards."""
+    """Seed the CPU's global generator inside the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def frozen(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts with all modules in eval mode and frozen."""
+    """The same parts, with all modules frozen and in eval mode."""
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)

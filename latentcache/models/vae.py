@@ -1,4 +1,4 @@
-"""Images -> VAE moments -> what is kept of them; and latents -> images, in tiles where memory is short.
+"""Images to VAE moments to what an entry stores; and latents to images, tiled if memory is short.
 
 Legend: B images, C latent channels, H and W pixels, h and w latent rows and columns.
 """
@@ -31,16 +31,16 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 TILE = 512
-"""Side of a tile in pixels, at most. By default diffusers takes the VAE's sample_size, which may be 1024: an image of
-1024x1024 would not be cut, so that tiling would save no memory just where it is needed."""
+"""Maximum side of a tile in pixels. diffusers defaults to the VAE's sample_size, which may be 1024: tiling would then
+leave a 1024x1024 image whole and save no memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class VaeFacts:
-    """What is known of a VAE: how its latents are scaled, their channels, pixels per row and frames per latent frame.
+    """A VAE's latent scaling, latent channels, spatial downscale factor and frames per latent frame.
 
-    `force_upcast` says whether it overflows in float16; None where nobody says. `Models.vae_facts` gives what the file
-    says, `vae_facts` what diffusers made of it, as pipelines go by.
+    `force_upcast` says whether it overflows in float16; None if unknown. `Models.vae_facts` reports what the file
+    states, `vae_facts` what diffusers made of it, which pipelines follow.
     """
 
     scaling: Scaling
@@ -51,16 +51,15 @@ class VaeFacts:
 
 
 def vae_facts(vae: Any, family: Family | None = None) -> VaeFacts:
-    """The facts of a VAE of diffusers: an AutoencoderKL, one with batch-norm statistics, or one of video.
+    """The facts of a diffusers VAE: an AutoencoderKL, one with batch-norm statistics, or a video VAE.
 
-    Its weights are read only where they hold the statistics of its latents: these are to be in float32. `family`, by
-    default DEFAULT, says how it reads them: its `batch_statistics`.
-    Raises ModelError for one that states only a part of its latents' statistics.
+    Weights are read only if they hold latent statistics, which must be in float32. `family` (default: DEFAULT) reads
+    these with its `batch_statistics`. Raises ModelError for a config with only one of mean and std.
     """
     config: Mapping[str, Any] = vae.config
     mean, deviations = config.get("latents_mean"), config.get("latents_std")
     if (mean is None) != (deviations is None):
-        raise refused("vae", "its config has one of latents_mean and latents_std, and both are needed. Correct it.")
+        raise refused("vae", "its config has only one of latents_mean and latents_std. Add the other one.")
     statistics: dict[str, Any] = {}
     if mean is not None and deviations is not None:
         statistics = {"mean": tuple(mean), "std": tuple(deviations)}
@@ -85,8 +84,8 @@ def vae_facts(vae: Any, family: Family | None = None) -> VaeFacts:
 def vae_dtype(requested: str, facts: VaeFacts, device: torch.device) -> tuple[torch.dtype, str]:
     """The dtype in which the VAE computes, and the reason as a sentence.
 
-    `auto` is float32 on the CPU, and on an accelerator unless the VAE's config says that it does not need it
-    (`force_upcast` false): then float16. The rule is that of diffusers' pipelines: a VAE with `force_upcast` overflows.
+    `auto` is float16 on an accelerator if the VAE's config has `force_upcast` false, and float32 otherwise. Like in
+    diffusers' pipelines, a VAE with `force_upcast` is taken to overflow in float16.
     """
     if requested != "auto":
         dtype, reason = DTYPES[requested], f"{requested} was requested (encode.vae_dtype)."
@@ -94,7 +93,7 @@ def vae_dtype(requested: str, facts: VaeFacts, device: torch.device) -> tuple[to
             reason += " The VAE has force_upcast, so it may overflow in float16."
         return dtype, reason
     if device.type == "cpu":
-        return torch.float32, "The device is a CPU, which computes float16 slowly."
+        return torch.float32, "The device is a CPU, where float16 is slow."
     if facts.force_upcast is None:
         return torch.float32, "The VAE's config does not say whether it overflows in float16."
     if facts.force_upcast:
@@ -103,11 +102,11 @@ def vae_dtype(requested: str, facts: VaeFacts, device: torch.device) -> tuple[to
 
 
 def text_dtype(requested: str, family: Family, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype in which the text encoders compute, and the reason. `auto`: float32 on the CPU, else the family's."""
+    """The dtype in which the text encoders compute, and the reason. `auto` is float32 on the CPU, else the family's."""
     if requested != "auto":
         return DTYPES[requested], f"{requested} was requested (encode.text_dtype)."
     if device.type == "cpu":
-        return torch.float32, "The device is a CPU, which computes float16 slowly."
+        return torch.float32, "The device is a CPU, where float16 is slow."
     dtype = family.text_dtype
     return DTYPES[dtype], f"The text encoders compute in {dtype} on {device}, as pipelines of {family.name} do."
 
@@ -120,19 +119,18 @@ def encode_images(
     *,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The posterior's parameters (mean, log-variance), unscaled, on the VAE's device, in its dtype.
+    """The posterior's unscaled parameters (mean, log-variance) on the VAE's device, in its dtype.
 
-    [B, 2C, h, w] of images, uint8 [B, H, W, 3], upright sRGB; [B, 2C, F, h, w] of a family of video, which also takes
-    clips: [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `kept`, uint8
-    [B, H, W, 1], says how much of each pixel is left: they are multiplied by `kept / 255`; of frames it is
-    [B, frames, H or 1, W or 1, 1]. `family` None is DEFAULT. `facts` are the VAE's, where they are known.
-    The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad, without autocast, and
-    with `pinned_numerics`.
-    The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
-    another number of threads. Raises ModelError if the pixels are not of this form.
+    Images are upright sRGB, uint8 [B, H, W, 3], and give [B, 2C, h, w]. Video families give [B, 2C, F, h, w], and also
+    take clips [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `kept`, uint8
+    [B, H, W, 1] or [B, frames, H or 1, W or 1, 1], scales them by `kept / 255`. `family` None is DEFAULT. Pass the
+    VAE's `facts` if they are known.
+    The VAE is used as it is (device, mode, memory format, slicing, tiling), with no_grad, without autocast, and with
+    `pinned_numerics`. Batch size, memory format and the number of CPU threads may change the last bits. Raises
+    ModelError if the pixels do not have this form.
     """
     if isinstance(pixels, np.ndarray):
-        # A copy where needed: torch warns of read-only arrays (Pillow's are) and refuses negative strides (a flip's).
+        # Copies if needed: torch warns about read-only arrays (from Pillow) and rejects negative strides (from flips).
         pixels = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
     family = family or family_named(DEFAULT)
     is_video = family.latent.is_video
@@ -148,22 +146,22 @@ def encode_images(
         if kept is not None:
             shares = kept.to(parameter.device).movedim(-1, 1).float().div(255)
             images *= shares[:, :, None] if shares.ndim < images.ndim else shares
-        # As pipelines have them: for channels-last strides convolutions may take a kernel that rounds otherwise.
+        # Contiguous like in pipelines: channels-last strides may select a kernel that rounds differently.
         images = images.to(parameter.dtype).contiguous()
         parameters = family.encode_image(vae, images)
     sides = [side // facts.downscale_factor for side in pixels.shape[-3:-1]]
     frames = [(pixels.shape[1] - 1) // facts.frames_factor + 1] if is_video else []
     expected = [len(pixels), 2 * facts.latent_channels, *frames, *sides]
     if list(parameters.shape) != expected:
-        raise refused("vae", f"it gave moments of shape {list(parameters.shape)}, but {expected} is needed")
+        raise refused("vae", f"it returned moments of shape {list(parameters.shape)}, but {expected} is needed")
     return parameters
 
 
 def first_frames(vae: Any, clips: torch.Tensor, family: Family, facts: VaeFacts | None = None) -> torch.Tensor:
-    """The condition of clips, uint8 [B, frames, H, W, 3], by the rule "first frame, padded": [B, C, F, h, w], unscaled.
+    """The condition of clips, uint8 [B, frames, H, W, 3], by the rule "first frame, padded": unscaled [B, C, F, h, w].
 
-    Where only the first frame is left of a clip, the others are zeros for the VAE, which is grey. Later latent frames
-    are not those of a clip of zeros: the first one reaches into them. As `encode_images` in all else.
+    All other frames are zero (grey) for the VAE. Their latent frames still depend on the first one. Otherwise like
+    `encode_images`.
     """
     kept = torch.zeros(*clips.shape[:2], 1, 1, 1, dtype=torch.uint8)
     kept[:, 0] = 255
@@ -173,52 +171,46 @@ def first_frames(vae: Any, clips: torch.Tensor, family: Family, facts: VaeFacts 
 def keep_output(
     moments: torch.Tensor, output: ImageOutput, seeds: Sequence[int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """What an entry stores of the moments [B, 2*C, h, w]: field -> tensor, unscaled, in the moments' dtype.
+    """The tensors that an entry stores of moments [B, 2C, h, w]: unscaled, in the moments' dtype, by field.
 
-    `moments`: the field `moments`, as they are. `mean`: `latents` [B, C, h, w]. `sample`: `latents`, one draw for each
-    item from a CPU generator with its own seed, noise in float32. A draw therefore depends on its seed and moments
-    alone, neither on the device nor on the batch. Raises ValueError if `sample` has not one seed for each item.
+    `moments` keeps them unchanged. `mean` gives `latents` [B, C, h, w]. `sample` gives `latents` sampled with float32
+    noise from a CPU generator per item, so a sample depends only on its seed and moments, not on device or batch.
+    Raises ValueError if `sample` does not have one seed per item.
     """
     if output == "moments":
         return {"moments": moments}
     if output == "mean":
         return {"latents": latents_from_moments(moments)}
     if output != "sample":
-        raise ValueError(f"output is {output!r}, but moments, mean or sample is needed")
+        raise ValueError(f"output is {output!r}, but it must be moments, mean or sample")
     if seeds is None or len(seeds) != len(moments):
         given = "no seeds" if seeds is None else f"{len(seeds)} seeds"
-        raise ValueError(f"{given} for {len(moments)} items: output `sample` needs one seed for each")
+        raise ValueError(f"{given} for {len(moments)} items: output `sample` needs one seed per item")
     mean = latents_from_moments(moments)
     noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return {"latents": mean + posterior_std(moments) * torch.stack(noise).to(moments)}
 
 
 def problem_flags(outputs: torch.Tensor, *, may_be_zero: bool = False) -> torch.Tensor:
-    """What `problem_names` reads: bool [B, 3] for outputs [B, ...], on their device. The host does not wait."""
+    """Flags for `problem_names`: bool [B, 3] for outputs [B, ...], on their device, without synchronising."""
     items = outputs.reshape(len(outputs), -1)
     is_zero = items.new_zeros(len(items), dtype=torch.bool) if may_be_zero else (items == 0).all(1)
     return torch.stack([items.isnan().any(1), items.isinf().any(1), is_zero], dim=1)
 
 
 def problem_names(flags: torch.Tensor) -> list[str | None]:
-    """For each row of `problem_flags` what makes the item unusable: `nan`, `inf`, `all-zero` or None."""
+    """What makes each item unusable, from `problem_flags`: `nan`, `inf`, `all-zero` or None."""
     names = ("nan", "inf", "all-zero")
     return [next((name for name, found in zip(names, item, strict=True) if found), None) for item in flags.tolist()]
 
 
-def problems(outputs: torch.Tensor) -> list[str | None]:
-    """For each item of [B, ...] what makes it unusable: `nan`, `inf`, `all-zero` or None. One device sync a call."""
-    return problem_names(problem_flags(outputs))
-
-
 def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, family: Family | None = None) -> np.ndarray:
-    """Images uint8 [B, H, W, 3] of latents [B, C, h, w] that are scaled, as the denoising loop leaves them.
+    """Images uint8 [B, H, W, 3] from scaled latents [B, C, h, w], or frames [B, frames, H, W, 3] from [B, C, F, h, w].
 
-    Of latents with frames, [B, C, F, h, w], the frames: [B, frames, H, W, 3]. The bits are those of the pipelines for
-    the same latents, where these have no watermark. The latents go to the VAE's device and dtype; the VAE runs where it
-    is, without gradients and without a surrounding autocast. A float16 VAE with `force_upcast` computes in float32, as
-    in the pipelines; unlike there it is a copy that does. `tiled` decodes in the VAE's tiles: other pixels, less
-    memory. `family` None is DEFAULT. A number that is not finite becomes black, with a logged warning.
+    Bit for bit what diffusers' pipelines decode, without a watermark. Latents move to the VAE's device and dtype; the
+    VAE stays in place, and runs without gradients or autocast. A float16 VAE with `force_upcast` computes in float32
+    like in the pipelines, but as a copy. `tiled` decodes in the VAE's tiles, which changes pixels and saves memory.
+    `family` None is DEFAULT. Non-finite values become black, with a logged warning.
     """
     from diffusers.image_processor import VaeImageProcessor
 
@@ -231,7 +223,7 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, fami
         if tiled:
             vae = _tiled(vae)
         if vae is not own:
-            vars(vae).pop("decode", None)  # a compiled one is bound to the caller's VAE, not to the copy
+            vars(vae).pop("decode", None)  # a compiled decode is bound to the caller's VAE, not to the copy
         unscaled = facts.scaling.undo(latents.to(device, next(vae.parameters()).dtype))
         decoded = vae.decode(unscaled, return_dict=False)[0]
         flat = decoded if decoded.ndim == 4 else decoded.movedim(2, 1).flatten(0, 1)
@@ -240,13 +232,13 @@ def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False, fami
             pixels = pixels.reshape(len(decoded), -1, *pixels.shape[1:])
     finite = np.isfinite(pixels)
     if not finite.all():
-        logger.warning("vae: %d of %d decoded numbers are NaN: shown as black", (~finite).sum(), finite.size)
+        logger.warning("vae: %d of %d decoded values are not finite: shown as black", (~finite).sum(), finite.size)
         pixels = np.where(finite, pixels, np.float32(0))
     return (pixels * 255).round().astype(np.uint8)
 
 
 def decode_fitting(vae: Any, latents: torch.Tensor, family: Family | None = None) -> tuple[np.ndarray, bool]:
-    """`decode_latents`, whole where that fits into memory, else in tiles; and whether tiling was on.
+    """`decode_latents`, falling back to tiles if memory runs out; and whether the result is tiled.
 
     Raises EncodeError (problem `out-of-memory`) if tiles do not fit either.
     """
@@ -259,20 +251,20 @@ def decode_fitting(vae: Any, latents: torch.Tensor, family: Family | None = None
             if not is_out_of_memory(error):
                 raise
             shortage = first_line(error)
-        # After the except block, in which the traceback's frames keep the failed call's tensors alive.
+        # Outside the except block, where the traceback would keep the failed call's tensors alive.
         free_cached_memory(device)
         if not tiled:
-            logger.info("vae: decoding in tiles: at once it ran out of memory on %s (%s)", device, shortage)
+            logger.info("vae: out of memory on %s (%s): decoding in tiles", device, shortage)
     raise EncodeError(
-        f"vae: tiles do not fit into the memory of {device} either ({shortage}). Free memory there, "
-        "take a smaller validation.height and validation.width, or decode on the CPU.",
+        f"vae: even tiles do not fit into the memory of {device} ({shortage}). Free memory there, reduce "
+        "validation.height and validation.width, or decode on the CPU.",
         part="vae",
         problem="out-of-memory",
     )
 
 
 def _tiled(vae: Any) -> Any:
-    """The VAE with its own tiling on, in tiles of at most TILE pixels where they are squares: a copy with its parts."""
+    """A shallow copy of the VAE with tiling on; square tiles have at most TILE pixels a side."""
     vae = copy.copy(vae)
     vae.enable_tiling()
     if getattr(vae, "tile_latent_min_size", None) and vae.tile_sample_min_size > TILE:

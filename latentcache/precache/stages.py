@@ -42,7 +42,7 @@ from latentcache.errors import DeviceError, EncodeError, ImageRefused
 from latentcache.families.base import CONDITION, MASK, PICTURE, inference
 from latentcache.models.model_loader import Models
 from latentcache.models.running import BatchRunner, encoders_placed, float32_precision, pinned_numerics
-from latentcache.models.vae import encode_images, first_frames, keep_output, problem_flags, problem_names, problems
+from latentcache.models.vae import encode_images, first_frames, keep_output, problem_flags, problem_names
 from latentcache.precache.encodings import Encodings, TextEncodings, text_dtypes
 from latentcache.precache.report import Failure, Report, timed
 from latentcache.precache.tasks import Task, num_threads
@@ -435,7 +435,7 @@ class ImageStage(EncodingStage):
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
         kept = {**keep_output(moments, encoding.output, seeds), **rest}
         tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in kept.items()}
-        found = [problems(tensor) for tensor in (moments, *tensors.values())]
+        found = [problem_names(problem_flags(tensor)) for tensor in (moments, *tensors.values())]
         parts = [context.models.vae_name, *(context.models.picture_names if encoding.picture else ())]
         for number, item in enumerate(items):
             problem = next((names[number] for names in found if names[number]), None)

@@ -66,8 +66,8 @@ def test_no_pipeline_is_of_two_families() -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"_class_name": "StableDiffusion3Pipeline"}, r"whose family is not known.*: sdxl, sd15"),
-        ({"_class_name": "WanVACEPipeline"}, "is a model of WanVACEPipeline, whose family is not known"),
+        ({"_class_name": "StableDiffusion3Pipeline"}, r"whose family is unknown.*: sdxl, sd15"),
+        ({"_class_name": "WanVACEPipeline"}, "is a model of WanVACEPipeline, whose family is unknown"),
         (
             {"_class_name": "QwenImageEditPipeline"},
             r"It is the first Qwen-Image-Edit, .*of QwenImageEditPlusPipeline, as Qwen/Qwen-Image-Edit-2511",

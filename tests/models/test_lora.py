@@ -161,14 +161,14 @@ def damaged(which, shape):
     return damage
 
 
-OF_ENCODERS = r"changes the text encoders too \(1 tensors.*cached embeddings"
+OF_ENCODERS = r"also changes the text encoders \(1 tensors.*cached embeddings"
 NO_FIT = r"does not fit this UNet.*to_q"
 
 
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("diffusers", renamed("transformer_blocks.0", "transformer_blocks.7"), "have no place in it, e.g. .*s.7."),
+        ("diffusers", renamed("transformer_blocks.0", "transformer_blocks.7"), "have no counterpart, e.g. .*s.7."),
         ("diffusers", renamed("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
         ("diffusers", renamed("lora_A", "lora_embedding_A"), "does not fit"),
         ("diffusers", added("text_encoder_2.layers.0.self_attn.q_proj.lora_A.weight"), OF_ENCODERS),
@@ -194,10 +194,10 @@ def test_what_is_no_lora_file_is_refused(adapted, tmp_path):
     (tmp_path / "torn.safetensors").write_bytes(b"\0" * 100)
     refused(tmp_path / "torn.safetensors", "could not be loaded")
     save_checkpoint(tmp_path / "step", model=adapted)
-    refused(tmp_path / "step", "Name it as the denoiser")
+    refused(tmp_path / "step", "Pass it as the denoiser")
     frozen_unet(5).save_pretrained(tmp_path / "unet")
     refused(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", "not LoRA weights of a UNet")
     # And a LoRA is no UNet.
     save_file(kohya_tensors(adapted, True), kohya := tmp_path / "kohya.safetensors")
-    with pytest.raises(ModelError, match=r"kohya\.safetensors is a LoRA\. Name it as the LoRA"):
+    with pytest.raises(ModelError, match=r"kohya\.safetensors is a LoRA\. Pass it as the LoRA"):
         load_unet(kohya, dtype=F32, model=TINY)

@@ -216,7 +216,7 @@ def test_pickles_are_refused(part, copied, tmp_path):
 
     weights = copied / part / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
-    with pytest.raises(ModelError, match=r"no file named .*\.safetensors.*whole \.safetensors ones"):
+    with pytest.raises(ModelError, match=r"no file named .*\.safetensors.*complete \.safetensors files"):
         load(str(copied))
     for suffix in ("ckpt", "bin", "pt"):
         (file := tmp_path / f"model.{suffix}").write_bytes(b"")

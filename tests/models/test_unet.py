@@ -143,7 +143,7 @@ def test_a_checkpoint_with_a_lora(form, tmp_path, caplog):
 
 def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
     save_checkpoint(tmp_path / "step", model=adapted_unet())
-    with pytest.raises(ModelError, match=r"LoRA weights, but not their settings.*lora_settings\(unet\)"):
+    with pytest.raises(ModelError, match=r"LoRA weights, but not the settings.*lora_settings\(unet\)"):
         load_unet(tmp_path / "step", dtype=F32, model=TINY)
     # The settings of another LoRA than the one that is there.
     save_checkpoint(tmp_path / "step", model=adapted_unet(), extra={"lora": lora_settings(adapted_unet(r=2))})
@@ -233,7 +233,7 @@ def test_the_scheduler_is_the_models(folder, own_folder, checkpoint, hub, tmp_pa
     with pytest.raises(ModelError, match=r"has a scheduler/scheduler_config\.json"):
         load_scheduler(model=ModelConfig(path=str(own_folder)))
     (tmp_path / "scheduler/scheduler_config.json").write_text('{"_class_name": "AutoencoderKL"}')
-    with pytest.raises(ModelError, match="no scheduler"):
+    with pytest.raises(ModelError, match="is not a diffusers scheduler"):
         load_scheduler(tmp_path, model=TINY)
 
 
