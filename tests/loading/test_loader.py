@@ -166,7 +166,7 @@ def test_a_fork_is_told_to_make_its_own_iterator(dataset: LatentDataset) -> None
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            with pytest.raises(StoreError, match="not in the fork"):
+            with pytest.raises(StoreError, match="does not have the thread"):
                 next(batches)
             code = 0 if [plain(batch) for batch in loader] == expected else 2
             loader.close()

@@ -388,5 +388,5 @@ def test_a_revision_that_there_is_not_is_an_error(make_config: Callable[..., Con
         run_precache(make_config(**{"model.path": hub, "model.revision": "v9"}))
     (file := tmp_path / "model.safetensors").touch()
     for path in ("tiny", "tiny-photos", str(tmp_path), str(file), "missing.safetensors"):
-        with pytest.raises(ValueError, match=r"revision is 'v1', but .* is no hub id"):
+        with pytest.raises(ValueError, match=r"revision is 'v1', but .* is not a hub id"):
             ModelConfig(path=path, revision="v1")
