@@ -20,6 +20,7 @@ from helpers.photo_files import write_photo
 from helpers.pipeline_sdxl import RECORDED, Run, Setup, concept, exact, write_photos
 
 from latentcache.dataset.samples import Signature
+from latentcache.errors import ItemsError
 from latentcache.models.tiny import tiny_parts
 from latentcache.store.disk import DiskStore
 
@@ -167,6 +168,16 @@ def test_edited_captions_and_images_are_noticed(setup: Make, folder: Path, monke
     assert run.encoded == Counter(vae=1)
     assert_same_items(run, live(setup()))
     assert not torch.equal(run.by_photo()["p04.png"]["latent_image"], before["p04.png"]["latent_image"])
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_what_changes_during_caching_is_not_stored_under_its_old_key(setup: Make, folder: Path, kind: str) -> None:
+    path = folder / ("p02.png" if kind == "image" else "p02.txt")
+    other, before = (folder / f"p04{path.suffix}").read_bytes(), path.read_bytes()
+    with pytest.raises(ItemsError, match="changed before it was encoded"):
+        setup(before=lambda begun: path.write_bytes(other) if begun == kind else None).start()
+    path.write_bytes(before)
+    assert_same_items(setup().start(), live(setup()))
 
 
 def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Make, folder: Path) -> None:

@@ -135,7 +135,7 @@ class Item:
     key: str
     identity: Mapping[str, Any]
     files: tuple[tuple[str, Signature | None], ...]
-    texts: tuple[str, ...]
+    texts: Sequence[Any]
     passed: Mapping[str, Any]
 
     @property
@@ -179,7 +179,7 @@ class ItemReader:
             found, signature = (None, None) if path is None else file_digest(path, self._memo)
             file_digests.append(found)
             files.append((str(path), signature))
-        texts = [each.value(variation, index) for each in self.upstream.texts]
+        texts = self.texts(variation, index)
         settings = {each: plain_settings(each.name, each.value(variation, index)) for each in self.upstream.settings}
         identity: dict[str, Any] = {"kind": self.kind, "schema": SCHEMA, "pipeline": self._pipeline_digest}
         if file_digests:
@@ -204,9 +204,13 @@ class ItemReader:
             key=key_of(identity),
             identity=identity,
             files=tuple(files),
-            texts=tuple(map(str, texts)),
+            texts=texts,
             passed={each.name: path for each, path in passed.items()},
         )
+
+    def texts(self, variation: int, index: int) -> list[Any]:
+        """The texts of an item: strings, or what a module makes of them."""
+        return [each.value(variation, index) for each in self.upstream.texts]
 
     def name_of(self, variation: int, index: int) -> str:
         """The path or else the number of an item that could not be read, for messages."""
@@ -218,7 +222,7 @@ class ItemReader:
         return provenance_json(
             made_by="onetrainer",
             source_paths=[path for path, _ in item.files],
-            texts=[text[:1000] for text in item.texts],
+            texts=[str(text)[:1000] for text in item.texts],
             pipeline=self.pipeline,
         )
 

@@ -239,9 +239,12 @@ class CacheModule:
         with torch.no_grad():
             names = [name for name in self.get_outputs() if name not in item.passed]
             values = {name: self._get_previous_item(item.variation, name, item.index) for name in names}
+        # What is requested again in this thread is what was encoded: modules keep the values of their last item.
+        texts = zip(item.texts, reader.texts(item.variation, item.index), strict=True)
         changed = [path for path, signature in item.files if signature_of(path) != signature]
+        changed += [repr(before) for before, now in texts if now != before]
         if changed:
-            raise PipelineError(f"{changed[0]} changed while it was encoded; the next start encodes it")
+            raise PipelineError(f"{changed[0]} changed before it was encoded; the next start encodes it")
         record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
         fields = fields_of(values)
         if PLAIN_FIELD in fields:
