@@ -236,16 +236,16 @@ def layouts_of(format_name: str) -> dict[str, TrainerFiles]:
     return {name: files[format_name] for name, files in declared.items() if format_name in files}
 
 
-def chosen_family(asked: str | None, roots: Iterable[str], names: re.Pattern[str], format_name: str) -> str:
-    """The family of a format's files: `asked`, or else the only one that file names in and below `roots` mention.
+def chosen_family(requested: str | None, roots: Iterable[str], names: re.Pattern[str], format_name: str) -> str:
+    """The family of a format's files: `requested`, or else the only one that file names in and below `roots` mention.
 
     The group `arch` of `names` matches the architecture. If no name mentions a known family, the format's first one is
-    the default. Raises ConfigError if the format does not support `asked` or the names mention several families, and
+    the default. Raises ConfigError if the format does not support the family or the names mention several, and
     DatasetError for a root that cannot be read.
     """
     known = {layout.architecture: name for name, layout in layouts_of(format_name).items()}
-    if asked is not None:
-        return check_family(asked, known.values(), format_name)
+    if requested is not None:
+        return check_family(requested, known.values(), format_name)
     walks = (found for root in roots for found in walk(root) if not isinstance(found, Refusal))
     matches = (names.fullmatch(name) for _, files in walks for name in files)
     families = {known.get(match["arch"]) for match in matches if match is not None}

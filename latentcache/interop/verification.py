@@ -197,7 +197,7 @@ class Verification:
             if result.share <= 1:
                 found.num_equal += 1
                 continue
-            detail = f"encoding gives other {'latents' if kind == 'image' else 'embeddings'}: largest difference "
+            detail = f"encoding gives different {'latents' if kind == 'image' else 'embeddings'}: largest difference "
             detail += f"{result.largest:.3g}, {result.share:.3g} times the tolerance"
             if entry.record.identity["imported"]["output"] == "sample":
                 distance, farthest = _distance(entry, encoded, tensors["latents"], result)

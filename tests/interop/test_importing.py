@@ -345,7 +345,7 @@ def test_entries_with_one_other_value_are_unequal(target: Config, items: Items) 
     report = verified(target, changed(items, shifted, shifted))
     assert [refusal.reason for refusal in report.unequal] == ["unequal"] * 15
     assert all(found.largest == pytest.approx(0.05, abs=1e-3) for found in report.differences.values())
-    assert "largest difference 0.05" in report.to_text() and "encoding gives other latents" in report.to_text()
+    assert "largest difference 0.05" in report.to_text() and "encoding gives different latents" in report.to_text()
 
 
 KOHYA = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}

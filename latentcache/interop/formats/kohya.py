@@ -375,7 +375,7 @@ def _other_bucket(sample: ExportSample, rule: BucketRule | None) -> str | None:
     if usual is not None and usual.target_size == geometry.target_size:
         return None
     would = "none" if usual is None else f"{usual.target_size}, cropped from {usual.resized_size}"
-    return f"its bucket is {geometry.target_size}, cropped from {geometry.resized_size}; that of {rule} is {would}"
+    return f"its bucket is {geometry.target_size}, cropped from {geometry.resized_size}; {rule} chooses {would}"
 
 
 def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Export) -> None:
