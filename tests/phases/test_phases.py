@@ -157,11 +157,6 @@ class Net(torch.nn.Sequential):
         return self[1](self[0](x))
 
 
-def compile_in_place(net: Any, backend: Any) -> Any:
-    net.compile(backend=backend)
-    return net
-
-
 def compile_regions_around(net: Any, backend: Any) -> Any:
     """As accelerate's `use_regional_compilation` does: wrappers replace the submodules."""
     net[1] = torch.compile(net[1], backend=backend)
@@ -169,7 +164,12 @@ def compile_regions_around(net: Any, backend: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "immovable"), [(torch.compile, ()), (compile_in_place, ("unet",)), (compile_regions_around, ())]
+    ("compiled", "immovable"),
+    [
+        (torch.compile, ()),
+        (lambda net, backend: net.compile(backend=backend) or net, ("unet",)),
+        (compile_regions_around, ()),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_the_eager_module_runs_in_a_phase_and_the_compiled_one_after_it(

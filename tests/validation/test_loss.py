@@ -46,7 +46,6 @@ def cache(folder: Path) -> Iterator[LatentCache]:
 
 @pytest.fixture
 def own_cache(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the cache, to be damaged."""
     return shutil.copytree(folder / "cache", tmp_path / "cache")
 
 

@@ -91,10 +91,6 @@ def opened(data: bytes) -> Any:
 ALL = ["loss.png", "metrics.json", "sample-00.png", "sample-01.png", "samples.png"]
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
-
-
 def test_any_prompt_can_be_drawn_and_every_image_is_there_pixel_for_pixel() -> None:
     prompts = ["", "x" * 50_000, "日本語の家" * 40, "\x00\x1b[31m", "lone \udcff"]
     samples = [image(n, (24 + 8 * (n % 2), 32), each, None if n == 1 else each) for n, each in enumerate(prompts)]
@@ -112,7 +108,7 @@ def test_any_prompt_can_be_drawn_and_every_image_is_there_pixel_for_pixel() -> N
 def test_a_step_has_what_was_measured_its_images_grid_and_plot(tmp_path: Path) -> None:
     found = report()
     paths = write_results(found, tmp_path / "deep" / "validation")
-    assert paths.folder == tmp_path / "deep" / "validation" / "000100" and names(paths.folder) == ALL
+    assert paths.folder == tmp_path / "deep" / "validation" / "000100" and sorted(os.listdir(paths.folder)) == ALL
     document = json.loads(paths.metrics.read_text())
     assert document == found.to_json() and found.loss is not None
     values = np.array([loss for samples in found.loss.by_sample.values() for loss in samples.values()])
@@ -139,7 +135,7 @@ def test_a_second_validation_of_a_step_replaces_the_first_whole(
     (first.folder / ".metrics.json.0123abcd.tmp").write_text("left by a killed writer")
     second = report(num_images=1, nan=True, notes=["again"])
     write_results(second, tmp_path)
-    assert names(first.folder) == ["loss.png", "metrics.json", "my notes.txt", "sample-00.png", "samples.png"]
+    assert {*os.listdir(first.folder)} == {"loss.png", "metrics.json", "my notes.txt", "sample-00.png", "samples.png"}
     assert json.loads(first.metrics.read_text()) == second.to_json()
     real, numbers = os.write, itertools.count(1)
 
@@ -151,7 +147,7 @@ def test_a_second_validation_of_a_step_replaces_the_first_whole(
     monkeypatch.setattr(os, "write", refuse_the_fourth)
     with pytest.raises(StorageFullError, match=str(first.folder)):
         write_results(report(num_images=3), tmp_path)
-    assert "metrics.json" not in names(first.folder), "a folder that has one is complete"
+    assert "metrics.json" not in os.listdir(first.folder), "a folder that has one is complete"
 
 
 def scalars_of(document: dict[str, Any]) -> dict[str, float | None]:
@@ -198,7 +194,7 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.Lo
     full.add_scalar.side_effect = OSError(28, "No space left on device")
     logged, paths = publish(report(notes=["first"]), tmp_path, full)
     assert len(logged.notes) == 2 and "No space left" in logged.notes[1] and "Traceback" in caplog.text
-    assert json.loads(paths.metrics.read_text()) == logged.to_json() and names(paths.folder) == ALL
+    assert json.loads(paths.metrics.read_text()) == logged.to_json() and sorted(os.listdir(paths.folder)) == ALL
 
 
 # metrics.json is read back as it was written; a damaged one is named with its first wrong field
