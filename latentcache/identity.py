@@ -1,9 +1,9 @@
 """What an entry IS: canonical inputs -> key.
 
-The key is the BLAKE3 digest of canonical JSON. Everything that determines the value is in the identities below, and
-nothing else: path, mtime, host, device, batch size and library versions are provenance. A field that is added here
-must get a row in `tests/precache/test_staleness.py`, which fails otherwise. Keys that exist stay what they are:
-`to_json` leaves a new field out where it has its default.
+The key is the BLAKE3 digest of canonical JSON. The identities below hold everything that determines an entry's value,
+and nothing else: path, mtime, host, device, batch size and library versions are provenance. A new field needs a row in
+`tests/precache/test_staleness.py`, which fails otherwise. Existing keys must not change, so `to_json` omits a new field
+that has its default.
 """
 
 from __future__ import annotations
@@ -23,29 +23,28 @@ if TYPE_CHECKING:
     import numpy as np
 
 SCHEMA = 1
-"""Version of the identities below. A change of meaning raises it, and so disowns all older entries."""
+"""Version of the identities below. Raising it, for a change of meaning, invalidates all existing entries."""
 
 
 def digest(data: bytes | memoryview) -> str:
-    """BLAKE3 of the bytes, as 64 hexadecimal digits."""
+    """The BLAKE3 digest of the bytes, as 64 hexadecimal digits."""
     return (blake3(data, max_threads=blake3.AUTO) if len(data) > 1 << 20 else blake3(data)).hexdigest()
 
 
-# json.dumps would make one for each call, which takes as long as a small value.
+# json.dumps would create one per call, which takes as long as encoding a small value.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical_json(value: Any) -> bytes:
-    """One byte string for one value: sorted keys, no spaces, UTF-8, and no NaN or Infinity (ValueError)."""
-    # surrogatepass: a file name or a caption from a broken archive may hold lone surrogates.
+    """Encode a value deterministically: sorted keys, no spaces, UTF-8. Raises ValueError for NaN and Infinity."""
+    # surrogatepass: a file name or a caption from a broken archive may contain lone surrogates.
     return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 
 
 def seed_of(*parts: str | int) -> int:
-    """The first 64 bits of the BLAKE3 digest of the parts as canonical JSON. Any integers will do.
+    """Derive a 64-bit seed from the parts, the first of which should name its purpose.
 
-    The first part is what the seed is for. Sums and products of seed and epoch, as are usual, give one seed to several
-    pairs of them.
+    Unlike the usual sums and products of seed and epoch, different parts give different seeds.
     """
     return int(digest(canonical_json(parts))[:16], 16)
 
@@ -59,34 +58,34 @@ def is_key(value: object) -> bool:
 
 
 def key_names(keys: np.ndarray) -> list[str]:
-    """The keys of a column, uint8 [n, 32], as text."""
+    """Convert a column of keys, uint8 [n, 32], to text."""
     digits = keys.tobytes().hex()
     return [digits[at : at + 64] for at in range(0, len(digits), 64)]
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
-    """The key of an entry with this identity (the JSON form): 64 hexadecimal digits."""
+    """The key of an entry with this identity in its JSON form: 64 hexadecimal digits."""
     return digest(canonical_json(identity))
 
 
 def short(value: str) -> str:
-    """The first six digits of a digest, for people."""
+    """The first six digits of a digest, for display."""
     return value[:6]
 
 
 def _values(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass with slots, not nested ones: dataclasses.asdict is slow."""
+    """The fields of a dataclass with slots, not recursively: dataclasses.asdict is slow."""
     return {name: getattr(value, name) for name in value.__slots__}
 
 
 def _without(values: Mapping[str, Any], *later: str) -> dict[str, Any]:
-    """The values without fields that came later: keys that were made before them do not have them."""
+    """The values without the fields `later`, which were added after the first keys were made."""
     return {name: value for name, value in values.items() if name not in later}
 
 
 @dataclass(frozen=True, slots=True)
 class PartIdentity:
-    """One part of a model. Tokenizers have no weights: `weights` is the digest of their vocabulary and merges."""
+    """One part of a model. For a tokenizer, `weights` is the digest of its vocabulary and merges."""
 
     class_name: str
     weights: str
@@ -94,15 +93,15 @@ class PartIdentity:
 
     @property
     def name(self) -> str:
-        """Six digits that name weights and config in messages."""
+        """Six digits that stand for the part in messages."""
         return short(digest(f"{self.class_name} {self.weights} {self.config}".encode()))
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """From image bytes to the pixels that the encoder sees: each policy by name, then the geometry.
+    """How image bytes become the pixels that the encoder sees: each policy by name, then the geometry.
 
-    A clip has the rule of its frames too, as `config.FramesConfig` has it: their rate, and where they start.
+    For a clip, `fps` and `start` are those of `config.FramesConfig`.
     """
 
     exif: str
@@ -116,10 +115,7 @@ class Preparation:
 
     @classmethod
     def of(cls, policy: Mapping[str, Any], geometry: Geometry) -> Preparation:
-        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.preparation_policy`).
-
-        That of a clip also gives fps and start.
-        """
+        """Make a preparation from a policy (`dataset.images.preparation_policy`), for a clip with fps and start."""
         return cls(**policy, geometry=geometry)
 
     def to_json(self) -> dict[str, Any]:
@@ -130,10 +126,10 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoding:
-    """The encoder and what is stored of its output. `seed` counts for `sample` only, and is 0 otherwise.
+    """The encoder and what is stored of its output. `seed` is 0 unless the output is `sample`.
 
-    `condition` is the rule of what a clip's entry also has (`Family.clip_condition`); empty for all other entries.
-    `picture` is what its rows of the first frame are made by, where it has these: names, and parts or rules.
+    `condition` is the rule for a clip entry's conditioning (`Family.clip_condition`); empty for all other entries.
+    `picture` names the parts and rules that encode the first frame, if the entry stores that.
     """
 
     vae: PartIdentity
@@ -147,7 +143,7 @@ class ImageEncoding:
     picture: tuple[tuple[str, PartIdentity | str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The encoding as JSON, what `picture` names among the rest."""
+        """The encoding as JSON, with the items of `picture` at the top level."""
         found = _without(_values(self), "picture", *([] if self.condition else ["condition"]))
         named = {**found, **dict(self.picture)}
         return {name: _values(each) if isinstance(each, PartIdentity) else each for name, each in named.items()}
@@ -157,7 +153,7 @@ class ImageEncoding:
 class TextEncoding:
     """The encoders and tokenizers by name, and what is stored of their outputs.
 
-    `recipe` is what else determines them, by name: that of the family (`Family.text_recipe`).
+    `recipe` holds the family's other settings that determine the outputs (`Family.text_recipe`).
     """
 
     parts: tuple[tuple[str, PartIdentity], ...]
@@ -167,24 +163,24 @@ class TextEncoding:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The recipe by name."""
+        """The recipe as a dict."""
         return dict(self.recipe)
 
     def to_json(self) -> dict[str, Any]:
-        """All in one object: names of parts and of the recipe's settings do not meet."""
+        """The encoding as one flat JSON object: part names and recipe settings do not collide."""
         parts = {name: _values(part) for name, part in self.parts}
         return {**parts, "compute_dtype": self.compute_dtype, "store_dtype": self.store_dtype, **self.settings}
 
 
 @functools.lru_cache(maxsize=64)
 def encoding_json(encoding: ImageEncoding | TextEncoding) -> dict[str, Any]:
-    """The encoding as JSON. One object for all entries of a run (a plan makes millions): do not change it."""
+    """The encoding as JSON, shared by all entries of a run: do not modify it. A plan makes millions of entries."""
     return encoding.to_json()
 
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """What covers a masked image: the digest of a mask, its preparation, and by which rule (`config.MaskConfig`)."""
+    """The mask of a masked image: its digest, its preparation, and the masking rule (`config.MaskConfig`)."""
 
     source: str
     preparation: Preparation
@@ -193,7 +189,7 @@ class Masking:
 
 @dataclass(frozen=True, slots=True)
 class ImageIdentity:
-    """Everything that determines an image entry's value. `masking` is that of an image that a mask covers."""
+    """Everything that determines an image entry's value. Only a masked image has `masking`."""
 
     source: str
     preparation: Preparation
@@ -206,7 +202,7 @@ class ImageIdentity:
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
         preparation, masking = self.preparation.to_json(), self.masking
-        if self.preparation.geometry.num_frames is None:  # only here: masks and control images of texts say null
+        if self.preparation.geometry.num_frames is None:  # only here: masks and texts' control images have null
             preparation = _without(preparation, "num_frames", "fps", "start")
         found = _values(self) | {"preparation": preparation, "encoding": encoding_json(self.encoding)}
         if masking is None:
@@ -216,7 +212,7 @@ class ImageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class MaskIdentity:
-    """Everything that determines a mask's value. Each of its numbers stands for `downscale` x `downscale` pixels."""
+    """Everything that determines a mask's value. Each element covers `downscale` x `downscale` pixels."""
 
     source: str
     preparation: Preparation
@@ -234,7 +230,7 @@ class MaskIdentity:
 class TextIdentity:
     """Everything that determines a text entry's value. `source` is the digest of the processed caption in UTF-8.
 
-    `controls` are the images that are read together with it: the digest of each and its preparation.
+    `controls` are the digest and preparation of each control image that the encoder reads with the text.
     """
 
     source: str
@@ -255,9 +251,9 @@ Identity = ImageIdentity | MaskIdentity | TextIdentity
 
 
 def keys_like(identity: Identity) -> Callable[[str], str]:
-    """Gives the key of an identity that differs from this one in its source alone, which is a digest.
+    """A fast function from a source digest to the key of an identity that otherwise equals this one.
 
-    A plan makes millions of keys, and the rest of their identities is the same text.
+    A plan makes millions of keys whose identities differ only in the source.
     """
     values = identity.to_json()
     before = canonical_json({name: value for name, value in values.items() if name < "source"})

@@ -1,4 +1,4 @@
-"""How an entry was MADE: where, when, from what and by which versions. Never part of the key."""
+"""How an entry was MADE: where, when, from what and with which versions. Never part of the key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "Pillow", "nump
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The version of each of these packages that is installed. Nothing is imported."""
+    """The versions of those packages that are installed. Nothing is imported."""
     found = {}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
@@ -27,27 +27,27 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def software_versions() -> Mapping[str, str]:
-    """Versions of Python, latentcache and the packages that touch an entry's value. Missing packages are left out."""
+    """Versions of Python, latentcache and the installed packages that can affect an entry's value."""
     packages = {name.lower(): text for name, text in installed_versions(PACKAGES).items()}
     return {"python": platform.python_version(), "latentcache": latentcache.__version__, **packages}
 
 
 def now() -> str:
-    """The time in UTC, ISO 8601, to the second."""
+    """The current time in UTC, ISO 8601, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def provenance_json(**facts: Any) -> dict[str, Any]:
-    """The provenance of an entry that is made now: these facts with host, time and versions. None is left out.
+    """The provenance of an entry made now: these facts, without None values, and host, time and versions.
 
-    Of what precache encodes they are:
+    Precache gives these facts:
 
     * `sample_id`, `source_path`: the first sample that had these bytes; others may share the entry.
     * `models`: part of the model -> the path or hub id that it was loaded from.
     * `device`, `computed_dtype`: the dtype differs from the identity's after a retry in float32; `note` says why.
-    * `float32_precision`: how float32 was multiplied, by kind of operator: `ieee`, or `tf32` with 10 bits of mantissa.
-    * `num_tokens` of a text, with start and end. More than the tokenizer's limit were cut off.
-    * `token_limit`: that limit, where it is lower than that of the family's usual tokenizers.
+    * `float32_precision`: of float32 products, by kind of operator: `ieee`, or `tf32` with a 10-bit mantissa.
+    * `num_tokens` of a text, including start and end tokens. Tokens beyond the tokenizer's limit were cut off.
+    * `token_limit`: that limit, if it is lower than that of the family's usual tokenizers.
     """
     return {
         **{name: value for name, value in facts.items() if value is not None},

@@ -1,4 +1,4 @@
-"""How this run encodes: the models' identities, dtypes and batch sizes, each with its reason."""
+"""How this run encodes: model identities, dtypes and batch sizes, each with its reason."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from latentcache.utils.json_document import recalled
 
 @dataclass(frozen=True, slots=True)
 class TextEncodings:
-    """How texts are encoded: the encodings, which are in the keys, and the placement, of which only the dtype is.
+    """How texts are encoded. Keys depend on the encodings, but only on the dtype of the placement.
 
-    `negative` is the encoding of negative prompts: some families encode them otherwise.
+    `negative` is the encoding of negative prompts, which some families encode differently.
     """
 
     family: Family
@@ -43,7 +43,7 @@ class TextEncodings:
 
     @property
     def has_texts(self) -> bool:
-        """Whether texts are encoded: not with `encode.text: none`, when all that is said of their encoding is empty."""
+        """Whether texts are encoded. With `encode.text: none` they are not, and the encodings are empty."""
         return bool(self.text.parts)
 
 
@@ -55,21 +55,21 @@ class Encodings(TextEncodings):
     vae: Placement
     facts: VaeFacts
     image_group_size: int
-    """Images that one rank gets together. Ranks must agree on it, so it does not depend on a machine's memory; each
-    rank encodes a group in as many calls as it needs."""
+    """Images assigned to a rank together. All ranks must agree on it, so it does not depend on a machine's memory; a
+    rank may encode a group in several calls."""
 
     def check_bucket(self, bucket: Bucket, rule: str) -> None:
-        """ConfigError for a bucket of this rule whose latents the denoiser does not take."""
+        """Raise ConfigError for a bucket of this rule whose latents the denoiser cannot take."""
         step = self.facts.downscale_factor * self.family.patch
         if any(side % step for side in bucket):
             message = (
-                f"{rule} makes a bucket of {bucket}, but models of {self.family.name} take sides that are multiples of "
-                f"{step} pixels; set step, sizes or resolution so"
+                f"{rule} makes a bucket of {bucket}, but {self.family.name} models need sides that are multiples of "
+                f"{step} pixels; change step, sizes or resolution accordingly"
             )
             raise ConfigError(message, key="datasets.buckets")
 
     def image_bytes(self, geometry: Geometry, encoding: ImageEncoding) -> int:
-        """Bytes of one image entry of this geometry; without rows of a first frame, which are few beside it."""
+        """Bytes of one image entry of this geometry, without an encoded first frame, which is negligible."""
         facts = self.facts
         channels = facts.latent_channels * ((2 if encoding.output == "moments" else 1) + bool(encoding.condition))
         num_frames = ((geometry.num_frames or 1) - 1) // facts.frames_factor + 1
@@ -78,12 +78,12 @@ class Encodings(TextEncodings):
 
 
 def text_family_json(encodings: TextEncodings) -> dict[str, Any]:
-    """What a manifest says of the family: nothing of the first one, whose caches are older than this."""
+    """The manifest's entry for the family. The default family has none, because its oldest caches have none."""
     return {} if encodings.family.name == DEFAULT else {"family": encodings.family.name}
 
 
 def family_json(encodings: Encodings) -> dict[str, Any]:
-    """As `text_family_json`, with how latents are scaled, where the image encoding does not say it."""
+    """Like `text_family_json`, with the scaling of latents if the image encoding does not contain it."""
     scaling = encodings.facts.scaling
     return text_family_json(encodings) | (
         {} if scaling.rule == "factor" and not scaling.mean else {"scaling": scaling.to_json()}
@@ -91,14 +91,14 @@ def family_json(encodings: Encodings) -> dict[str, Any]:
 
 
 NO_TEXTS = TextEncoding(parts=(), compute_dtype="", store_dtype="")
-"""The encoding of texts that are not encoded."""
+"""The encoding with `encode.text: none`."""
 AUTO_GROUP_SIZE = 16
 TYPICAL_TOKENS = 64
-"""Rows of a caption whose padding is dropped, for estimates."""
+"""Typical number of tokens of a caption that is stored without padding, for estimates."""
 
 
 def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoader:
-    """The models that the config names; nothing is loaded before it is needed, but what names the family."""
+    """The models that the config names, loaded lazily, except for the files that identify the family."""
     family, reason = family_of(config)
     models = ModelLoader(
         config.path,
@@ -116,10 +116,10 @@ def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoa
 def choose_encodings(
     config: Config, models: Models, memo: MutableMapping[str, str], device: torch.device | None = None
 ) -> Encodings:
-    """Resolve every `auto` of the config for these models on `device`, which another machine may have.
+    """Resolve every `auto` of the config for these models.
 
-    By default it is that of `encode.device`. The batch size of the VAE follows from what there is to encode: see
-    `for_images`. A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or
+    `device`, by default that of `encode.device`, may belong to another machine. The VAE's batch size is chosen later,
+    by `for_images`. A part is loaded only if the facts needed are not in `memo`. Raises ConfigError, DeviceError or
     ModelError.
     """
     encode = config.encode
@@ -130,11 +130,11 @@ def choose_encodings(
     output = encode.image_output
     if output == "auto":
         output = "moments" if models.family.latent.draws else "mean"
-    # Statistics of channels are in the manifest, and not in the key: what is stored is unscaled.
+    # Channel statistics are in the manifest, not in the key: latents are stored unscaled.
     picture: list[tuple[str, PartIdentity | str]] = [
         (name, models.identity(name, vae_type)) for name in models.picture_names
     ]
-    if picture:  # of clips as they are prepared, not of their files' whole frames
+    if picture:  # the encoder sees the prepared first frame, not the whole frame of the file
         picture.append(("image_pixels", "prepared"))
     image = ImageEncoding(
         vae=models.identity(models.vae_name, vae_type),
@@ -157,7 +157,7 @@ def choose_encodings(
 
 
 def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Sequence[Task]]) -> Encodings:
-    """The encodings with the batch size of the VAE for the largest of these images. Each clip is encoded alone."""
+    """The encodings with the VAE's batch size for the largest of these images. Each clip is encoded alone."""
     shapes = (shape for batch in batches for task in batch if (shape := task.geometry) and shape.num_frames is None)
     largest = max((math.prod(shape.target_size) for shape in shapes), default=0)
     if not largest:
@@ -170,7 +170,7 @@ def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Seq
 def choose_text_encodings(
     config: Config, models: Models, memo: MutableMapping[str, str], device: torch.device | None = None
 ) -> TextEncodings:
-    """The part of `choose_encodings` that texts need, without the VAE. With `encode.text: none` no encoder is read."""
+    """Like `choose_encodings`, for texts only, without the VAE. With `encode.text: none`, reads no encoder."""
     encode = config.encode
     device = device or device_named(encode.device)
     family = models.family
@@ -181,7 +181,7 @@ def choose_text_encodings(
     names = (*family.names("text_encoder"), *family.names("tokenizer"))
     settings: dict[str, Any] = {name: getattr(encode, name) for name in ("clip_skip", "max_length", "padding")}
     store_dtype, kept = _text_store_dtype(encode, family, text_type), dict[str, Any]()
-    if DTYPES[store_dtype].itemsize == 1:  # for other fields float8 would save less than a hundredth
+    if DTYPES[store_dtype].itemsize == 1:  # for fields without rows float8 would save less than 1 %
         kept = {f"{name}_dtype": "bfloat16" for name, field in family.fields.items() if not field.has_rows}
     text = TextEncoding(
         parts=tuple((name, models.identity(name, text_type)) for name in names),
@@ -200,7 +200,7 @@ def choose_text_encodings(
 
 
 def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch.dtype) -> str:
-    """ConfigError for float8 where padding need not be stored: there dropping it saves more, and changes nothing."""
+    """The dtype of stored texts. Raises ConfigError for float8 if padding can be dropped, which saves more."""
     name: str = encode.text_store_dtype
     if name == "float8_e4m3fn" and family.can_drop_padding:
         message = f"text_store_dtype is {name}, but {family.name} stores no padding, which saves more; use bfloat16"
@@ -208,28 +208,28 @@ def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch
     if name == "auto":
         name = encode.store_dtype
     if name == "auto":
-        # A float32 computation on a CPU too: eight times as many bytes of text as of latents help nobody.
+        # Also for float32 computation on a CPU: texts would take eight times as many bytes as latents.
         name = "bfloat16" if family.text_dtype == "bfloat16" else dtype_name(compute_dtype)
     return name
 
 
 def text_dtypes(encoding: TextEncoding, fields: Iterable[str]) -> dict[str, torch.dtype]:
-    """What is stored of each field: the encoding's dtype, where its recipe names no other one."""
+    """The stored dtype of each field: the encoding's, unless its recipe names another."""
     recipe = encoding.settings
     return {name: DTYPES[recipe.get(f"{name}_dtype", encoding.store_dtype)] for name in fields}
 
 
 def text_batch_size(device: torch.device) -> int:
-    """How many captions are encoded at once: see TEXT_BATCH_SIZE."""
+    """Captions per encoder call: see TEXT_BATCH_SIZE."""
     return 1 if device.type == "cpu" else TEXT_BATCH_SIZE
 
 
 def _parts_recipe(
     models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]
 ) -> dict[str, Any]:
-    """What the recipe has because of the encoders and tokenizers, which are loaded if the memo does not know them."""
+    """The recipe settings that depend on the encoders and tokenizers, which are loaded if the memo lacks these."""
     if type(models.family).parts_recipe is Family.parts_recipe:
-        return {}  # no encoder is loaded to find nothing
+        return {}  # do not load encoders for nothing
     name = f"recipe {models.family.name} {digest(canonical_json(encoding.to_json()))}"
     found = recalled(memo, name, TypeAdapter(dict[str, Literal["first eos"]]).validate_json)
     if found is None:
@@ -239,7 +239,7 @@ def _parts_recipe(
 
 
 def _text_numbers(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:
-    """Numbers in one text entry; of a field that is stored without padding, those of TYPICAL_TOKENS rows."""
+    """Number of elements in one text entry, with TYPICAL_TOKENS rows for a field that is stored without padding."""
     name = f"text numbers {digest(canonical_json(encoding.to_json()))}"
     number = recalled(memo, name, TypeAdapter(PositiveInt).validate_json)
     if number is None:

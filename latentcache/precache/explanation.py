@@ -22,11 +22,11 @@ from latentcache.utils.wording import counted, short, size
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A sample as the next precache run would see it, once per dataset that it is in.
+    """A sample as the next precache run would see it, once per dataset that contains it.
 
-    Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`: `kind`,
-    `key`, `what`, `variant` (its number, of a caption), `status` (hit or miss) and, of a miss, the `reason`. A caption
-    that is not encoded has no entry.
+    Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`. An entry has
+    `kind`, `key`, `what`, `variant` (of the caption, 0 otherwise), `status` (hit or miss) and the `reason` of a miss. A
+    caption that is not encoded has no entry.
     """
 
     sample_id: str
@@ -37,7 +37,7 @@ class Explanation:
         return {"sample_id": self.sample_id, "datasets": list(self.datasets)}
 
     def to_text(self) -> str:
-        """The explanation for people, a line for each entry."""
+        """The explanation as text, one line per entry."""
         lines = []
         for dataset in self.datasets:
             lines.append(f"{self.sample_id} in {dataset['dataset']}: {dataset['path']}")
@@ -57,9 +57,9 @@ class Explanation:
 
 
 def explain(config: Config, sample_id: str, *, models: Models | None = None) -> Explanation:
-    """What the next run would do with this sample, and why. Writes nothing.
+    """Explain what the next run would do with this sample, and why. Writes nothing.
 
-    Raises SampleError, naming the nearest sample_id, when no dataset of the config has it.
+    Raises SampleError, suggesting the nearest sample_id, if no dataset of the config has it.
     """
     with open_workspace(config.cache, read_only=True) as workspace:
         models = models or load_models(config.model, workspace.memo)
@@ -100,6 +100,6 @@ def _explained(manifest: Manifest, sample_id: str, reasons: Mapping[str, str], t
 
 
 def _which(row: Row, ref: Ref) -> str:
-    """Which of several entries of one image it is."""
+    """What tells the entry apart from others of the same image: the crop, if there are several, and the flip."""
     crop = " at {},{}".format(*ref.geometry.crop_top_left) if any(image.crop for image in row.images) else ""
     return crop + (" flipped" if ref.geometry.flip else "")

@@ -1,4 +1,4 @@
-"""The memo: what a cache directory remembers, so that it need not be found out again."""
+"""The memo: facts that a cache directory remembers instead of recomputing them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from latentcache.errors import StoreError
 FLUSH_ROWS = 1000
 TIMEOUT_S = 60.0
 KEPT_DAYS = 180
-"""A row that nobody asked for in so many days is forgotten."""
+"""Rows unused for this many days are removed."""
 _NOTED_DAYS = 30
-"""How old the note of a row's last use may become: writing it in each run would cost as much as reading it."""
+"""Resolution of a row's recorded last use: updating it in each run would cost as much as reading the row."""
 _CHECKSUM_BYTES = 8
 _NAMES_AT_ONCE = 500
-_CODEC = "utf-8", "surrogatepass"  # names may be paths with broken encodings
+_CODEC = "utf-8", "surrogatepass"  # names may be paths in a broken encoding
 _TABLE = "CREATE TABLE IF NOT EXISTS memo (name BLOB PRIMARY KEY, day INTEGER, value BLOB) WITHOUT ROWID"
 
 
 class Memo(MutableMapping[str, str]):
-    """Text by name in an SQLite database: digests of files, sizes of entries, ranks' failures.
+    """Text by name in an SQLite database: digests of files, sizes of entries, failures of ranks.
 
-    Rows are written in groups, and by `flush` and `close`; other processes see them then. Each has a checksum, and one
-    that does not fit is none. What nobody asks for in KEPT_DAYS is forgotten. Threads may share one. StoreError where
-    the file cannot be read or written; a damaged one is also removed. Without a path it is in memory, until it is
-    closed.
+    Rows are written in groups, and by `flush` and `close`; only then do other processes see them. Each row has a
+    checksum; a damaged row counts as absent. Rows unused for KEPT_DAYS are removed. Thread-safe. Raises StoreError if
+    the file cannot be read or written; a damaged file is also removed. Without a path, the memo is in memory only.
     """
 
     def __init__(self, path: str | Path | None = None, *, read_only: bool = False):
         self.is_shared = path is not None
-        """Whether other processes see it."""
+        """Whether other processes can see the memo."""
         self._path, self._read_only = Path(path or "").absolute(), read_only
         self._lock = threading.RLock()
         self._new: dict[str, str] = {}
@@ -46,7 +45,7 @@ class Memo(MutableMapping[str, str]):
         is_file = self.is_shared and (not read_only or os.path.lexists(self._path))
         uri = f"{self._path.as_uri()}?mode={'ro' if read_only else 'rwc'}" if is_file else "file::memory:"
         with self._errors():
-            # A journal, and not WAL: that fails on network file systems, where ranks of several machines share a memo.
+            # A rollback journal, because WAL fails on network file systems, where machines share a memo.
             self._database = sqlite3.connect(uri, uri=True, timeout=TIMEOUT_S, check_same_thread=False)
             if not (is_file and read_only):
                 self._database.execute(_TABLE)
@@ -76,24 +75,24 @@ class Memo(MutableMapping[str, str]):
         return sum(1 for _ in self)
 
     def get_many(self, names: Iterable[str]) -> dict[str, str]:
-        """The texts of those names that this process has written or, by now, another one."""
+        """The texts of those names that this process or, by now, another one has written."""
         found, wanted = dict[str, str](), list(names)
         with self._lock:
             for start in range(0, len(wanted), _NAMES_AT_ONCE):
                 asked = {name.encode(*_CODEC): name for name in wanted[start : start + _NAMES_AT_ONCE]}
                 query = f"SELECT name, day, value FROM memo WHERE name IN ({', '.join('?' * len(asked))})"
                 for row, day, value in self._select(query, [*asked]):
-                    name = asked.get(row)  # a damaged file may give other names, and values of any type
+                    name = asked.get(row)  # a damaged file may return other names, and values of any type
                     text = value[_CHECKSUM_BYTES:] if isinstance(value, bytes) else b""
                     if name is not None and value == _checked(row, text):
                         found[name] = text.decode()
                         if isinstance(day, int) and day < self._today - _NOTED_DAYS:
-                            # Written again, with the day of today.
+                            # Written again with today's date.
                             self._new.setdefault(name, found[name])
             return found | {name: self._new[name] for name in wanted if name in self._new}
 
     def flush(self) -> None:
-        """Write the new rows. A memo that was opened for reading has them in memory only."""
+        """Write the new rows. A read-only memo keeps them in memory."""
         with self._lock:
             if self._new and not self._read_only:
                 rows = [(name.encode(*_CODEC), text.encode()) for name, text in self._new.items()]
@@ -102,7 +101,7 @@ class Memo(MutableMapping[str, str]):
                 self._new = {}
 
     def close(self) -> None:
-        """Write the new rows, forget the old ones, and close the database."""
+        """Write the new rows, remove the unused ones, and close the database."""
         with self._lock:
             self.flush()
             self._write("DELETE FROM memo WHERE day < ?", [(self._today - KEPT_DAYS,)])
@@ -121,18 +120,18 @@ class Memo(MutableMapping[str, str]):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of names in a damaged schema
-            remedy = "Fix the cause, or remove the file: then all files are read again"
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from a damaged schema
+            remedy = "Fix the cause, or remove the file, which makes the next run read all files again"
             if type(error) in (sqlite3.DatabaseError, UnicodeDecodeError) and not self._read_only:
-                # The file is no database, or damaged.
+                # The file is not a database, or damaged.
                 self._database.close()
-                self._read_only = True  # closing it writes nothing
-                with suppress(OSError):  # Windows removes no file that another process has open
+                self._read_only = True  # so that closing the memo writes nothing
+                with suppress(OSError):  # Windows cannot remove a file that another process has open
                     self._path.unlink(missing_ok=True)
-                    remedy = "It is removed now: run precache again, which reads all files again"
-            raise StoreError(f"{self._path}: the memo of digests cannot be used: {error}. {remedy}") from error
+                    remedy = "It has been removed: run precache again, which reads all files again"
+            raise StoreError(f"{self._path}: the memo of digests is unusable: {error}. {remedy}") from error
 
 
 def _checked(row: bytes, text: bytes) -> bytes:
-    """The value of a row: the text after a checksum of both."""
+    """The value of a row: a checksum of name and text, then the text."""
     return blake3(row + text).digest(_CHECKSUM_BYTES) + text

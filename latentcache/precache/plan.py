@@ -1,7 +1,7 @@
-"""Makes the plan: reads the datasets, computes every sample's keys, and finds what is to be encoded, and why.
+"""Makes the plan: reads the datasets, computes every sample's keys, and finds what must be encoded, and why.
 
-Samples go in chunks. Their keys are computed first, then looked up together; a hit only takes its place in a batch, and
-its columns in the manifest. Tasks and reasons are made for misses.
+Samples are processed in chunks: their keys are computed, then looked up together. Tasks and reasons are made for misses
+only; a hit just takes its place in a batch, and its columns in the manifest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from latentcache.utils.wording import counted, size
 CHUNK = 1024
 """Samples whose keys are looked up together."""
 VIDEOS_AT_ONCE = 4
-"""Files that are read whole: one may have a GiB, and there are threads for each core."""
+"""Videos read at a time by all threads together: files are read whole, and one may have a GiB."""
 
 logger = logging.getLogger("latentcache")
 
@@ -52,21 +52,21 @@ class Stopped(Exception):
 
 
 class _FileFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the memo lists of an image or a clip: the digest of its bytes, its upright size, and a clip's frames."""
+    """What the memo remembers of an image or a clip: the digest of its bytes, its upright size, and a clip's frames."""
 
     source: str
     height: int
     width: int
     num_frames: int | None = None
     signature: str = ""
-    """What the file's status was when it was read. The memo has it by path, so that a new reading replaces the last."""
+    """The file's signature when it was read. Not part of the memo's name, so that a new reading replaces the old."""
 
 
 _FACTS = msgspec.json.Decoder(_FileFacts)
 
 _Entry = tuple[str, Shape, str]
-"""The key of an entry of an image, its shape, and the digest of the file that it is made of: of a masked image that of
-its mask, for the image's own is that of the sample."""
+"""The key of an image entry, its shape, and the digest of its file: for a masked image the digest of its mask, since the
+image's own is the sample's."""
 _Planned = tuple[Sample, str, Sequence[_Entry], Sequence[CaptionValues]]
 """A sample that is not refused, the digest of its image, and its entries."""
 
@@ -85,19 +85,19 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     stop: threading.Event | None = None,
     report: Report | None = None,
 ) -> Plan:
-    """Plan a run, and count in the report. Only the memo of digests is written.
+    """Plan a run and count samples in the report. Writes nothing but the memo of digests.
 
-    One bad file is a refusal. `only` restricts the plan to these sample ids, and `wanted` what is encoded to these
-    keys. `verify_sources` reads and hashes every image, also those whose files look unchanged. Raises DatasetError for
-    a dataset that cannot be read at all, and Stopped when `stop` is set.
+    A bad file is a refusal. `only` restricts the plan to these sample ids, and `wanted` restricts what is encoded to
+    these keys. `verify_sources` also reads and hashes images whose files look unchanged. Raises DatasetError for a
+    dataset that cannot be read at all, and Stopped when `stop` is set.
     """
     plan, progress = Plan(workspace.store, shard or Shard(), report, wanted), progress or Progress()
-    # The first one is read once, for the prompts too.
+    # Read once, because the prompts need it too.
     last = last_manifest(workspace.manifests, config.datasets[0].name)
     plan_validation_prompts(plan, config, workspace.manifests, encodings, models, last)
     with ExitStack() as after, ThreadPoolExecutor(num_threads(config.encode)) as executor:
         if gc.isenabled():
-            # Plans have many values and no cycles: scanning them takes half as long as all the rest of planning.
+            # Plans have many objects and no cycles; collection would add half of the planning time.
             after.callback(gc.enable)
             gc.disable()
         negatives = dict[str, Task]()
@@ -117,7 +117,7 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
 
 
 class _DatasetPlanner:
-    """One dataset's part of the plan. `last` is its manifest of the last run."""
+    """One dataset's part of the plan. `last` is the last run's manifest."""
 
     def __init__(
         self,
@@ -131,19 +131,19 @@ class _DatasetPlanner:
     ):
         family, salt = encodings.family, config.cache.salt
         if family.text_reads_control and encodings.has_texts and not dataset.control:
-            message = f"{family.name} reads captions together with control images; give dataset {dataset.name} some"
+            message = f"{family.name} reads captions with control images; add control to dataset {dataset.name}"
             raise ConfigError(message, key="datasets.control")
         is_varied = "flip" if dataset.flip else "variations" if dataset.variations > 1 else ""
         if family.text_reads_control and encodings.has_texts and is_varied:
-            # A sample's captions are read once: with another view of the image they would be of another control image.
-            message = f"{family.name} reads captions with the control images of one view, as they are in the first crop"
-            message += f"; remove {is_varied} of dataset {dataset.name}, or set encode.text to none"
+            # A caption is encoded once, but another view of the image would have another control image.
+            message = f"{family.name} reads captions with control images, and there is one view of these for a caption"
+            message += f"; remove {is_varied} from dataset {dataset.name}, or set encode.text to none"
             raise ConfigError(message, key=f"datasets.{is_varied}")
         self._plan, self._dataset, self._encodings = plan, dataset, encodings
         self._memo = workspace.memo
-        # What was probed under some settings says nothing about others, which may refuse the image.
+        # Facts are valid only for the settings they were probed with: other settings may refuse the image.
         frames = "" if dataset.frames is None else dataset.frames.model_dump_json()
-        # A table's rows have several images, and the path of a row does not say which is read.
+        # A row of a table may have several images, and its path does not say which one is read.
         column = dataset.source.image_column if dataset.source.kind == "parquet" else ""
         self._memo_prefix = f"image/2 {digest((dataset.images.model_dump_json() + frames + column).encode())} "
         self._preparations, self._rows = Preparations(dataset, encodings, salt), RowTableBuilder()
@@ -174,7 +174,7 @@ class _DatasetPlanner:
         verify_sources: bool,
         only: frozenset[str] | None,
     ) -> None:
-        """Plan the dataset, of which `only` these samples if they are named."""
+        """Plan the dataset, or `only` these samples of it."""
         samples = (sample for sample in self._source.samples() if only is None or sample.sample_id in only)
         while chunk := list(islice(samples, CHUNK)):
             planned: list[_Planned] = []
@@ -191,8 +191,8 @@ class _DatasetPlanner:
         dataset, table = self._dataset, self._rows.finish()
         if only is None and (num_lost := self._history.num_lost(table)):
             logger.warning(
-                "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
-                "remove what only it refers to. Give each dataset a name of its own.",
+                "manifest %s lists %d images, none of which is in %s: it will be replaced, and `prune` will remove "
+                "entries that only it refers to. Give each dataset its own name.",
                 dataset.name,
                 num_lost,
                 dataset.source.path,
@@ -204,7 +204,7 @@ class _DatasetPlanner:
         self._plan.manifests.append(Manifest(*use, self._common, table, *drawn))
 
     def _note_costs(self, table: RowTable) -> None:
-        """Note what crops and variants take, before anything is encoded: more than all else, where there are many."""
+        """Report how many entries crops and variants add, before anything is encoded: often most of the cache."""
         dataset, notes = self._dataset, list[str]()
 
         def number_of(keys: np.ndarray) -> int:
@@ -228,7 +228,7 @@ class _DatasetPlanner:
     def _with_facts(
         self, samples: Sequence[Sample | Refusal], executor: ThreadPoolExecutor, verify_sources: bool
     ) -> Iterator[tuple[Sample | Refusal, Sequence[_FileFacts] | Refusal]]:
-        """Each sample with the facts of its image and its companions. Files are read in threads, where they changed."""
+        """Pair each sample with the facts of its image and companions. Changed files are read, in threads."""
         texts: Mapping[str, str] = {}
         if not verify_sources:
             files = [file for sample in samples if isinstance(sample, Sample) for file in (sample, *sample.parts)]
@@ -244,7 +244,7 @@ class _DatasetPlanner:
             yield sample, facts
 
     def _recalled(self, sample: Sample, texts: Mapping[str, str]) -> list[_FileFacts] | None:
-        """The facts of the last reading; None where a file may have changed since."""
+        """The facts in the memo; None if a file may have changed since."""
         found = []
         for file in (sample, *sample.parts):
             facts = recalled(texts, self._memo_prefix + file.path, _FACTS.decode)
@@ -254,7 +254,7 @@ class _DatasetPlanner:
         return found
 
     def _read(self, sample: Sample) -> list[_FileFacts] | Refusal:
-        """The facts of a sample's image, then of its companions. The memo stores them until the files change."""
+        """Read the facts of a sample's image and companions, and memoize them."""
         found: list[_FileFacts] = []
         for file in (sample, *sample.parts):
             try:
@@ -270,17 +270,17 @@ class _DatasetPlanner:
         size, num_frames = probe_clip(data, file.path, dataset.images, dataset.frames)
         signature = "" if file.signature is None else file.signature.to_text()
         facts = _FileFacts(digest(data), *size, num_frames, signature)
-        # What was read may be of another file, where a link or a folder was replaced since the sample was listed.
+        # If a link or a folder was replaced since the sample was listed, another file may have been read.
         if file.signature is not None and file.signature.is_settled() and file.is_unchanged():
             self._memo[self._memo_prefix + file.path] = msgspec.json.encode(facts).decode()
         return facts
 
     def _planned(self, sample: Sample | Refusal, facts: Sequence[_FileFacts] | Refusal) -> Sequence[_Planned]:
-        """Give a sample its row, and return its entries; nothing where it is refused, or its name is taken."""
+        """Add a sample's row, and return its entries; nothing if it is refused, or its id is a duplicate."""
         report, sample_id, path = self._plan.report, sample.sample_id, sample.path
         report.num_samples += 1
         if sample_id in self._seen:
-            # Two rows cannot have one name, and neither may be dropped silently.
+            # Two rows cannot share an id, and neither may be dropped silently.
             detail = f"sample id {sample_id!r} occurs twice in this dataset; rename one"
             report.refused.append(Refusal(sample_id, path, "duplicate", detail))
             return ()
@@ -302,7 +302,7 @@ class _DatasetPlanner:
         entries = [(key(shape, image, source := facts[shape.role.number].source), shape, source) for shape in shapes]
         controls = self._controls(read) if (read := self._read_with_texts(entries)) else ()
         rule = self._dataset.captions
-        # Equal captions are one; not where each has a weight, which it would give to the next one.
+        # Equal captions are merged, unless captions have weights, which go by position.
         distinct = sample.captions if rule.weights else dict.fromkeys(sample.captions)
         texts = [text for caption in distinct for text in variants_of(caption, rule)]
         keys = [self._texts.key(text, controls) for text in texts] if self._encodings.has_texts else [""] * len(texts)
@@ -312,20 +312,20 @@ class _DatasetPlanner:
         return [(sample, image, entries, captions)]
 
     def _read_with_texts(self, entries: Sequence[_Entry]) -> Sequence[_Entry]:
-        """The control images that the family's text encoder reads with each caption. There is one view of the image."""
+        """The control images that the family's text encoder reads with each caption. They have a single view."""
         if not self._encodings.family.text_reads_control:
             return ()
         return [entry for entry in entries if entry[1].role.part == "control"]
 
     def _controls(self, read: Sequence[_Entry]) -> Controls:
-        """What the key of a text has of the images that are read with it."""
+        """The control images as they enter the key of a text."""
         identity = self._preparations.identity
         return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
 
     def _sort(
         self, sample: Sample, image: str, entries: Sequence[_Entry], texts: Sequence[CaptionValues], present: set[str]
     ) -> None:
-        """Count a sample's entries, and make tasks of the misses."""
+        """Count a sample's entries, and make tasks for the misses."""
         for entry in entries:
             key, shape, source = entry
             if self._plan.is_miss(key, present, shape.role.kind, shape.group, shape.group_size):
@@ -350,7 +350,7 @@ class _DatasetPlanner:
                 self._plan.add(task, recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)
 
     def _image_task(self, sample: Sample, image: str, entry: _Entry) -> Task:
-        """The task of an entry of a sample whose image has the digest `image`."""
+        """The task for an image entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
         identity = self._preparations.identity_of(shape, image, source)
         role, mask = shape.role, shape.mask

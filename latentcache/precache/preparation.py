@@ -1,12 +1,12 @@
-"""What becomes of a dataset's images and texts: geometries, identities and keys.
+"""Derives geometries, identities and keys from a dataset's images and texts.
 
-An image, each of its control images and its mask are rows of one table, the roles:
+An image, its control images, its mask and the masked image differ in these properties of their roles:
 
     role        policy                      encoding              geometry
-    image       of the dataset              of images             by the dataset's buckets
-    control n   of the dataset              its mean, no seed     by its own area, or as its image lies
-    mask        luma, or the alpha channel  none                  as its image lies
-    masked      of the image, and a mask    its mean, no seed     as its image
+    image       the dataset's               the config's          by the dataset's buckets
+    control n   the dataset's               mean, no seed         by its own area, or aligned with the image
+    mask        luma, or the alpha channel  none                  aligned with the image
+    masked      the image's, and a mask     mean, no seed         the image's
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from latentcache.precache.tasks import MASK_BATCH_SIZE
 from latentcache.types import Crop, Geometry, Json, Kind, Size
 
 CLIP_DECODER = "pillow-or-pyav"
-"""Pillow reads animated images and PyAV videos: the bytes of a file say which."""
+"""Pillow reads animated images, PyAV reads videos. The bytes of a file decide."""
 
 Controls = tuple[tuple[str, Preparation], ...]
-"""Control images that are read with a text: the digest of each and its preparation."""
+"""The digest and preparation of each control image that the encoder reads with a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one of a sample's images is to it. A mask has neither an encoding nor a rule of buckets.
+    """The role of one of a sample's images. A mask has neither an encoding nor a bucket rule.
 
-    `part` is what it is in a manifest; None for the image itself. `lies_on_image`: it is resized and cropped as its
-    image is, not by `rule`, which then names the filter alone.
+    `part` is the kind of companion in a manifest; None for the image itself. If `lies_on_image`, it is resized and
+    cropped like its image, and `rule` only gives the filter.
     """
 
     number: int
@@ -74,11 +74,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all entries of one role and geometry share. `image_key` gives the key of the entry of a source.
+    """What all entries of one role and geometry share. `image_key` maps a source digest to the entry's key.
 
-    Entries of one `group` are encoded together, at most `group_size` of them; each has `num_bytes`. `crop` is the
-    number of the image's crop. `mask` is the shape of what covers a masked image: its keys depend on two sources, see
-    `Preparations.key`. `column` is the geometry as a manifest has it.
+    Entries of a `group` are encoded together, at most `group_size` at a time; each has `num_bytes`. `crop` is the index
+    of the image's crop. `mask` is the shape of a masked image's mask: such keys depend on two sources, see
+    `Preparations.key`. `column` is the geometry as a manifest stores it.
     """
 
     role: Role
@@ -93,10 +93,10 @@ class Shape:
 
 
 class Preparations:
-    """Gives each image of a dataset, and each clip, control image and mask, its entries.
+    """Determines the entries of each image, clip, control image and mask of a dataset.
 
-    ConfigError if the rule of buckets makes no bucket at all, or one whose sides the model cannot take; and for clips
-    of a model that takes none.
+    Raises ConfigError if the bucket rule gives no bucket at all, or one whose sides the model cannot take, and for
+    clips if the model takes none.
     """
 
     def __init__(self, dataset: DatasetConfig, encodings: Encodings, salt: str):
@@ -104,13 +104,13 @@ class Preparations:
         self.downscale = encodings.facts.downscale_factor
         if dataset.frames is not None and not encodings.family.has_clips:
             message = f"dataset {dataset.name} has frames, but models of {encodings.family.name} take no clips"
-            raise ConfigError(f"{message}; leave frames out", key="datasets.frames")
+            raise ConfigError(f"{message}; remove frames", key="datasets.frames")
         if dataset.frames is None and encodings.image.condition:
-            message = f"dataset {dataset.name} has no frames, but models of {encodings.family.name} take clips alone"
-            raise ConfigError(f"{message}; set frames, as {{count: 81, fps: 16}}", key="datasets.frames")
+            message = f"dataset {dataset.name} has no frames, but models of {encodings.family.name} take clips only"
+            raise ConfigError(f"{message}; set frames, such as {{count: 81, fps: 16}}", key="datasets.frames")
         policy, rule = preparation_policy(dataset.images), BucketRule(dataset.buckets)
         self.roles = [Role(0, "image", None, policy, encodings.image, rule, False)]
-        # A control image is no target of the loss: diffusers' pipelines and the trainers take its posterior's mode.
+        # A control image is not a training target: diffusers' pipelines and the trainers use its posterior's mode.
         encoding = replace(encodings.image, output="mean", seed=0)
         for number, control in enumerate(dataset.control, 1):
             own, buckets = None, dataset.buckets
@@ -127,11 +127,11 @@ class Preparations:
         if self.inpaint is not None:
             role = Role(len(self.roles), "masked image", "masked image", policy, encoding, rule, True)
             self.roles.append(role)
-        # Most samples share their sizes with others: one value in memory for all of them.
+        # Most samples share their sizes with others, so they share one value in memory.
         self._shapes = lru_cache(1 << 14)(self._shapes_of)
 
     def common(self) -> dict[str, Any]:
-        """What all samples share of their images, for the manifest."""
+        """The image part of a manifest's `common`."""
         rule = self._dataset.frames
         policies = [with_filter(role.policy, role.rule.filters) if role.rule else role.policy for role in self.roles]
         parts: list[Json] = [
@@ -150,12 +150,12 @@ class Preparations:
     def shapes(
         self, sizes: Sequence[Size], num_available: int | None, path: str, source: str | None = None
     ) -> tuple[Shape, ...]:
-        """The entries of an image of this upright size, and of the sample's other roles whose sizes follow.
+        """The entries of a sample: `sizes` are the upright sizes of the image and of its other roles.
 
-        Each is followed by its mirrored twin if the dataset flips, and these by further crops of the same role, if
-        `source` says which image it is: its digest. A file with `num_available` frames (`probe_clip`) gives clips.
-        ImageRefused, naming `path`, for an image of which the rule makes no bucket, and for a mask that cannot lie on
-        its image.
+        Each entry is followed by its mirrored copy if the dataset flips, then by further crops of the same role if
+        `source`, the image's digest, is given. A file with `num_available` frames (`probe_clip`) gives clips. Raises
+        ImageRefused, naming `path`, for an image without a bucket, and for a mask that cannot be aligned with its
+        image.
         """
         first = self._shapes((*sizes,), num_available)
         if isinstance(first, ImageRefused):
@@ -165,14 +165,14 @@ class Preparations:
         found = [first]
         for number, crop in enumerate(self._further_crops(source, first[0].geometry), 1):
             shapes = self._shapes((*sizes,), num_available, crop, number)
-            assert not isinstance(shapes, ImageRefused)  # its size is that of the first
+            assert not isinstance(shapes, ImageRefused)  # its sizes are those of the first crop
             found.append(shapes)
         return tuple(sorted(chain.from_iterable(found), key=lambda shape: shape.role.number))
 
     def _further_crops(self, source: str, geometry: Geometry) -> Iterator[Crop]:
-        """The places of the second and further crops of an image with this digest.
+        """The positions of the second and further crops of an image with this digest.
 
-        Each depends on the seed, the image and its number alone: more variations keep those that there are.
+        Each depends only on the seed, the image and its index, so raising `variations` keeps the existing crops.
         """
         rows, columns = (was - now + 1 for was, now in zip(geometry.resized_size, geometry.target_size, strict=True))
         for number in range(1, self._dataset.variations):
@@ -184,7 +184,7 @@ class Preparations:
         return key_of(self.identity_of(shape, image, source).to_json()) if shape.mask else shape.image_key(source)
 
     def identity_of(self, shape: Shape, image: str | None, source: str) -> ImageIdentity | MaskIdentity:
-        """What an entry of a file with the digest `source` is; of a masked image it is its mask's, `image` its own."""
+        """The identity of an entry. `source` is its file's digest; for a masked image it is the mask's."""
         if shape.mask is None or image is None or self.inpaint is None:
             return self.identity(shape.role, source, shape.geometry)
         identity = self.identity(shape.role, image, shape.geometry)
@@ -193,7 +193,7 @@ class Preparations:
         return replace(identity, masking=Masking(source, preparation, self.inpaint))
 
     def identity(self, role: Role, source: str, geometry: Geometry) -> ImageIdentity | MaskIdentity:
-        """What the entry of such an image is; of a masked image see `identity_of`."""
+        """The identity of an entry, but of a masked image without its mask: see `identity_of`."""
         if role.rule is None or role.encoding is None:
             return MaskIdentity(source, Preparation.of(role.policy, geometry), self.downscale, self._salt)
         policy: dict[str, Any] = with_filter(role.policy, role.rule.resample(geometry))
@@ -207,33 +207,33 @@ class Preparations:
     ) -> tuple[Shape, ...] | ImageRefused:
         images: list[Geometry | None] = [None, None] if self._dataset.flip else [None]
         found: list[Shape] = []
-        for role, size in zip(self.roles, sizes, strict=False):  # an image that comes alone has no companions
+        for role, size in zip(self.roles, sizes, strict=False):  # a single image has no companions
             for number, image in enumerate(images):
                 geometry = self._geometry(role, size, image, flip=number == 1)
                 if geometry is None:
                     return _refusal(role, size, sizes[0])
-                if image is None and crop is not None:  # the mirrored twin is the mirrored crop, whatever the rule
+                if image is None and crop is not None:  # the mirrored copy shows the same crop, whatever the rule
                     geometry = replace(geometry, crop_top_left=crop)
                 if image is None and self._dataset.frames is not None and num_available is not None:
                     factor = self._encodings.facts.frames_factor
                     num_frames = num_frames_of_clip(num_available, self._dataset.frames, factor)
                     geometry = replace(geometry, num_frames=num_frames)
                 if image is None and (geometry.num_frames or 1) == 1 and self._encodings.image.condition:
-                    detail = f"{self._encodings.family.name} trains on clips, and it gives 1 frame: give a longer video"
+                    detail = f"{self._encodings.family.name} trains on clips, but it has 1 frame: use a longer video"
                     return ImageRefused("", "too-short", detail)
                 images[number] = image or geometry
-                # The mask's shapes are the last ones before: of a pair the same one is so many places back.
+                # The mask's shapes were added just before, in the same order: one per mirrored or unmirrored image.
                 mask = found[-len(images)] if role.part == "masked image" else None
                 found.append(replace(self._shape(role, geometry), crop=number_of_crop, mask=mask))
         return tuple(found)
 
     def _geometry(self, role: Role, size: Size, image: Geometry | None, *, flip: bool) -> Geometry | None:
-        """The geometry of an image, or of a companion of the image that has the geometry `image`."""
+        """The geometry of an image, or of a companion of an image with the geometry `image`."""
         if image is not None and role.part == "masked image":
             return image
         if image is not None and role.lies_on_image:
             return fit_like(size, image) if role.rule or is_alike(size, image.original_size) else None
-        assert role.rule is not None  # a mask lies on its image
+        assert role.rule is not None  # only a mask has none, and it lies on its image
         geometry = role.rule.geometry(size, flip=flip)
         if geometry is not None:
             named = f"{role.rule}" if image is None else f"{role.name}, {role.rule}"
@@ -246,26 +246,26 @@ class Preparations:
             num_bytes = math.prod(geometry.target_size) // self.downscale**2
             return Shape(role, geometry, column, key, "mask", MASK_BATCH_SIZE, num_bytes)
         output = role.encoding.output
-        # A clip alone: a group of them would not fit into memory.
+        # Clips one at a time: a group of them would not fit into memory.
         group_size = self._encodings.image_group_size if geometry.num_frames is None else 1
         num_bytes = self._encodings.image_bytes(geometry, role.encoding)
-        group = (geometry.extent, output, role.part == "masked image")  # whose pixels have a channel more
+        group = (geometry.extent, output, role.part == "masked image")  # masked images have a fourth channel
         return Shape(role, geometry, column, key, group, group_size, num_bytes)
 
 
 def _refusal(role: Role, size: Size, image: Size) -> ImageRefused:
-    """Why an image of this size has no entry in this role; the size of its sample's image is `image`."""
+    """Why an image of this size has no entry in this role. The size of the sample's image is `image`."""
     if role.encoding is None:
-        detail = f"mask: it is {size}, its image {image}; save it with the proportions of the image"
+        detail = f"mask: it is {size}, but its image is {image}; save it with the proportions of the image"
         return ImageRefused("", "other-shape", detail)
-    named = f"{role.rule} makes no bucket of" if role.name == "image" else f"{role.name}: no bucket takes"
-    return ImageRefused("", "no-bucket", f"{named} an image of {size}: it is too small, or too long")
+    named = f"{role.rule} has no bucket for" if role.name == "image" else f"{role.name}: there is no bucket for"
+    return ImageRefused("", "no-bucket", f"{named} an image of {size}: it is too small, or too elongated")
 
 
 class TextKeys:
-    """The identities and keys of texts with one encoding. `tokenizers` gives those of the model, by name.
+    """The identities and keys of texts with one encoding.
 
-    It is called once, and only where the family renders texts: most plans need no tokenizer.
+    `tokenizers` returns the model's tokenizers by name. It is called only if the family's template needs them.
     """
 
     def __init__(self, family: Family, tokenizers: Callable[[], Mapping[str, Any]], encoding: TextEncoding, salt: str):
@@ -275,16 +275,16 @@ class TextKeys:
         self._key = keys_like(TextIdentity("", encoding, salt))
 
     def source(self, text: str) -> str:
-        """The digest of a text as the tokenizer gets it. ConfigError where the config says that none is encoded."""
+        """The digest of a text as the tokenizer receives it. Raises ConfigError with `encode.text: none`."""
         if not self._encoding.parts:
             message = "encode.text is none, so no text is cached; set it to all, or encode texts live in the trainer"
             raise ConfigError(message, key="encode.text")
         return caption_digest(self.family.rendered(self._tokenizers, text))
 
     def key(self, text: str, controls: Controls = ()) -> str:
-        """The key of a text, and of the control images that are read together with it."""
+        """The key of a text, together with the control images that are read with it."""
         return key_of(self.identity(text, controls).to_json()) if controls else self._key(self.source(text))
 
     def identity(self, text: str, controls: Controls = ()) -> TextIdentity:
-        """What the entry of a text is."""
+        """The identity of a text's entry."""
         return TextIdentity(self.source(text), self._encoding, self._salt, controls=controls)

@@ -140,7 +140,7 @@ def test_a_sample_without_a_control_image_is_refused_by_name(tmp_path: Path, par
     assert batch["control_latents_1"].shape == (2, 16, 1, 12, 8) and len(batch["prompt_embeds"]) == 2
     dataset = config.datasets[0].model_copy(update={"control": ()})
     without = config.model_copy(update={"datasets": (dataset,)})
-    with pytest.raises(ConfigError, match="give dataset photos some"):
+    with pytest.raises(ConfigError, match="add control to dataset photos"):
         run_precache(without, models=models)
 
 

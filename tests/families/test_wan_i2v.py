@@ -83,7 +83,7 @@ def test_what_gives_one_frame_is_refused(tmp_path: Path) -> None:
     report = run_precache(config_of(tmp_path))
     refused = {each.sample_id: each.reason for each in report.refused}
     assert refused == {"short.png": "too-short", "still.png": "too-short"}
-    assert "wan-i2v trains on clips, and it gives 1 frame: give a longer video" in report.refused[0].detail
+    assert "wan-i2v trains on clips, but it has 1 frame" in report.refused[0].detail
     with LatentCache(tmp_path / "cache") as cache:
         assert cache.row("clip.png")[1].images[0].geometry.num_frames == 5
     with pytest.raises(ConfigError, match=r"dataset clips has no frames, but models of wan-i2v take clips") as caught:

@@ -161,7 +161,7 @@ HARMS: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "corrupt control": ("before", corrupt, "corrupt", "control 1: "),
     "corrupt mask": ("masks", corrupt, "corrupt", "mask: "),
     "empty": ("masks", lambda path: path.write_bytes(b""), "empty", "mask: "),
-    "square": ("masks", lambda path: write_mask(path, 1, (80, 80)), "other-shape", "mask: it is 80x80, its image 80x1"),
+    "square": ("masks", lambda path: write_mask(path, 1, (80, 80)), "other-shape", "mask: it is 80x80, but its "),
 }
 
 

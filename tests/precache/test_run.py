@@ -172,7 +172,7 @@ def test_an_image_without_a_bucket_is_refused_by_name(make_config: Make, photos:
     config = make_config(**{"datasets.0.buckets": {**KOHYA, "upscale": False}})
     [refusal] = run_precache(config).refused
     assert (refusal.sample_id, refusal.reason) == ("long.png", "no-bucket")
-    assert "kohya" in refusal.detail and "makes no bucket of an image of 20x140" in refusal.detail
+    assert "kohya" in refusal.detail and "has no bucket for an image of 20x140" in refusal.detail
     with LatentCache(config.cache.path) as cache:
         assert sorted(cache.sample_ids()) == ["a.png", "b.png", "c.png", "d.png", "sub/e.png"]
 
@@ -505,4 +505,4 @@ def test_a_dataset_that_takes_anothers_name_is_warned_of(
     run_precache(make_config())
     write_photo(tmp_path / "others" / "x.png", 1)
     run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "others"}}))
-    assert "manifest photos listed 5 other images" in caplog.text
+    assert "manifest photos lists 5 images" in caplog.text

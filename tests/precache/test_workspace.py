@@ -52,7 +52,7 @@ def test_a_damaged_memo_is_named_and_removed_for_the_next_run(tmp_path: Path) ->
     path.write_bytes(b"nonsense" * 1000)
     with pytest.raises(StoreError, match=r"memo: .* is not a database\. Fix the cause, or remove the file"):
         Memo(path, read_only=True).get_many(["name"])
-    with pytest.raises(StoreError, match=r"memo: .* is not a database\. It is removed now: run precache again"):
+    with pytest.raises(StoreError, match=r"memo: .* is not a database\. It has been removed: run precache again"):
         Memo(path)
     with contextlib.closing(Memo(path)) as memo:
         memo["name"] = "value"
