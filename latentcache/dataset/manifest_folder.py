@@ -135,8 +135,8 @@ class ManifestFolder:
         except OSError as error:
             raise unreadable(file, error) from error
         manifest = read_manifest(data, name, file)
-        if isinstance(data, mmap.mmap):  # verifying the digest touched every page, and few are used again
-            data.madvise(mmap.MADV_DONTNEED)
+        if isinstance(data, mmap.mmap):
+            data.madvise(mmap.MADV_DONTNEED)  # verifying the digest touched every page, and few are used again
         return manifest
 
     def write(self, manifest: Manifest) -> None:
@@ -203,10 +203,9 @@ def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -
 
 
 def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:
-    """The keys of all manifests: what `prune` must keep.
+    """The keys of all manifests: what `prune` must keep. `unfinished` gives up what unfinished runs encoded.
 
-    Raises StoreError if the keys in use are not known: without any manifest, and while a run is unfinished, unless
-    `unfinished` gives up what that run encoded.
+    Raises StoreError without any manifest, and while a run is unfinished.
     """
     path, names = manifests.path.parent, manifests.names()
     if not names:  # an unfinished first run has entries, and no manifest yet

@@ -58,8 +58,7 @@ _ITS_ID = "\0"
 """Stands for the sample_id at the end of a path. No real path contains it."""
 _DIGEST_BYTES: Final = 32
 _NO_DIGEST = "0" * 2 * _DIGEST_BYTES
-_MAY_LACK = ("image/source", "caption/keys")
-"""Digest columns that store zeros for an empty string."""
+
 _CHUNK = 1024
 """Number of keys converted to text at a time, and of rows converted to columns at a time."""
 
@@ -403,10 +402,9 @@ class RowTable(Mapping[str, Row]):
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows that have any of these keys, ascending."""
         wanted = _sortable(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, _DIGEST_BYTES))
-        found = (
-            self._has(name, np.isin(_sortable(self.columns[f"{name}/keys"]), wanted)) for name in ("image", "caption")
-        )
-        return [*map(int, np.flatnonzero(np.logical_or(*found)))]
+        ours = {name: _sortable(self.columns[f"{name}/keys"]) for name in ("image", "caption")}
+        image, caption = (self._has(name, np.isin(each, wanted)) for name, each in ours.items())
+        return [*map(int, np.flatnonzero(image | caption))]
 
 
 class RowTableBuilder:
@@ -441,9 +439,8 @@ class RowTableBuilder:
         refusal: Refusal | None = None,
     ) -> None:
         """Add a sample whose entries are already column values. Faster than `add`."""
-        folder = path.removesuffix(sample_id)
+        folder, source = path.removesuffix(sample_id), _NO_DIGEST if source is None else source
         path = path if folder == path else folder + _ITS_ID
-        source = _NO_DIGEST if source is None else source
         self._rows.append((sample_id, path, source, len(images), len(captions), _refusal_json(refusal)))
         self._images += images
         self._captions += captions
@@ -469,7 +466,7 @@ class RowTableBuilder:
         elif name not in COLUMNS:
             self._add_lengths(f"{name}/offsets", values)
         elif COLUMNS[name][1] == _DIGEST_BYTES:
-            if name in _MAY_LACK:
+            if name in ("image/source", "caption/keys"):  # these may be empty
                 values = [digest or _NO_DIGEST for digest in values]
             self._columns[name].frombytes(_bytes_of(name, values))
         elif name == "image/geometry":

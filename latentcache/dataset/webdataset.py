@@ -23,7 +23,6 @@ from latentcache.dataset.samples import (
     read_range,
     refusal_of,
     signature_of,
-    unreadable,
 )
 from latentcache.errors import ImageRefused
 from latentcache.types import Refusal
@@ -101,10 +100,7 @@ class WebDatasetSource(SampleSource):
     @override
     def read(self, sample: Sample) -> bytes:
         data, then = read_image(sample.path, *sample.locator), sample.signature
-        try:
-            now = Signature.of(os.stat(sample.locator[0]))
-        except OSError as error:
-            raise unreadable(sample.path, error) from error
+        now = signature_of(sample.locator[0])
         if then is not None and (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
             raise ImageRefused(sample.path, "changed", "the tar changed during the run; run precache again")
         return data

@@ -65,8 +65,7 @@ class _FileFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
 _FACTS = msgspec.json.Decoder(_FileFacts)
 
 _Entry = tuple[str, Shape, str]
-"""The key of an image entry, its shape, and the digest of its file: for a masked image the digest of its mask, since the
-image's own is the sample's."""
+"""The key of an image entry, its shape, and the digest of its file: for a masked image that of the mask."""
 _Planned = tuple[Sample, str, Sequence[_Entry], Sequence[CaptionValues]]
 """A sample that is not refused, the digest of its image, and its entries."""
 
@@ -136,7 +135,7 @@ class _DatasetPlanner:
         is_varied = "flip" if dataset.flip else "variations" if dataset.variations > 1 else ""
         if family.text_reads_control and encodings.has_texts and is_varied:
             # A caption is encoded once, but another view of the image would have another control image.
-            message = f"{family.name} reads captions with control images, and there is one view of these for a caption"
+            message = f"{family.name} reads captions with the control images of one view"
             message += f"; remove {is_varied} from dataset {dataset.name}, or set encode.text to none"
             raise ConfigError(message, key=f"datasets.{is_varied}")
         self._plan, self._dataset, self._encodings = plan, dataset, encodings
@@ -298,8 +297,8 @@ class _DatasetPlanner:
             self._rows.put(sample_id, path, image, refusal=refusal)
             return ()
         assert isinstance(sample, Sample) and image is not None  # a refused one has no facts
-        key = self._preparations.key
-        entries = [(key(shape, image, source := facts[shape.role.number].source), shape, source) for shape in shapes]
+        sources = [(shape, facts[shape.role.number].source) for shape in shapes]
+        entries = [(self._preparations.key(shape, image, source), shape, source) for shape, source in sources]
         controls = self._controls(read) if (read := self._read_with_texts(entries)) else ()
         rule = self._dataset.captions
         # Equal captions are merged, unless captions have weights, which go by position.

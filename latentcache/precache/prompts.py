@@ -1,4 +1,4 @@
-"""The manifest of validation prompts, and caching single prompts without planning any dataset."""
+"""The manifest of validation prompts, and caching of prompts without planning a dataset."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def cache_prompts(
 ) -> int:
     """Cache these prompts, pairs of a text and whether it is a negative prompt. Returns how many were encoded.
 
-    Keys and stored bytes are those of a precache run with the prompts in `validation`, so the next run finds them. The
-    dtypes follow `encode` of the config; the encoders run on `device` and always return to where they were. No dataset
-    is planned and no VAE is needed. The rows join those of the manifest of prompts.
+    Keys and stored bytes equal those of a precache run with the prompts in `validation`, so the next run finds them.
+    Dtypes follow `encode` of the config. The encoders run on `device` and always return to where they were. No dataset
+    is planned, and no VAE is needed. The rows are added to the prompts manifest.
 
-    Raises ConfigError with `encode.text: none`, ModelError if these are not the text encoders (or settings) of the
-    config's cached datasets, TrainableEncoderError if one is being trained, EncodeError if an output is unusable,
+    Raises ConfigError with `encode.text: none`, ModelError if the text encoders (or settings) differ from those of the
+    config's cached datasets, TrainableEncoderError if one is being trained, EncodeError if an output is unusable, and
     StoreError.
     """
     encodings = choose_text_encodings(config, models, workspace.memo)
@@ -71,13 +71,13 @@ def cache_prompts(
 
 
 def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> None:
-    """Add these prompts to the manifest of this name, where other prompts stay whose entries are there.
+    """Add these prompts to the manifest of this name. Its other prompts stay if their entries are present.
 
-    Nothing is written where all of them are in it, unless `always`: that ends a run which has begun.
+    If nothing is new, writes only with `always`, which also unmarks a run in progress.
     """
 
     def whole() -> Manifest | None:
-        # Read only now: another process may have cached other prompts meanwhile.
+        # Read as late as possible: another process may have cached other prompts meanwhile.
         last, store = last_manifest(workspace.manifests, manifest.name), workspace.store
         keys = set() if last is None else last.keys()
         present = store.find(keys) if store.can_tell() else keys
@@ -98,10 +98,10 @@ def plan_validation_prompts(
     models: Models,
     last: Manifest | None,
 ) -> None:
-    """Plan the validation prompts. A negative prompt may be encoded otherwise, so the empty prompt is two.
+    """Plan the validation prompts. The empty prompt is planned twice: negative prompts may be encoded differently.
 
-    `last` is the manifest of the first dataset. Where texts are read with control images there are none: prompts are
-    captions then. There are none with `encode.text: none` either, which the report notes.
+    `last` is the manifest of the first dataset. If the family reads texts with control images, prompts are captions and
+    there is nothing to plan here. With `encode.text: none` there are no prompts either, which the report notes.
     """
     if not encodings.has_texts:
         if config.validation.prompts:
@@ -111,7 +111,7 @@ def plan_validation_prompts(
         return
     texts = [*((text, False) for text in ("", *config.validation.prompts)), ("", True)]
     texts.append((config.validation.negative_prompt or "", True))
-    # The prompts of this config's last run, which may have had other encoders.
+    # The prompts of this config's last run, which may have used other encoders.
     if last is not None and last.has_texts:
         last = last_manifest(manifests, prompts_name(last.common))
     plan.manifests.append(plan_prompts(plan, manifests, encodings, models, config.cache.salt, texts, last))
@@ -130,8 +130,8 @@ def plan_prompts(
 ) -> Manifest:
     """Plan exactly these prompts, pairs of a text and whether it is a negative prompt, and return their manifest.
 
-    Misses are compared with `last`, by default the manifest that this one replaces. `read_with_controls` are negative
-    prompts that are each read with the control images of a caption.
+    Reasons for misses compare with `last`, by default the manifest that this one replaces. `read_with_controls` are
+    negative prompts that are each read with the control images of a caption.
     """
     common, keys = prompts_common(encodings, salt), prompt_keys(encodings, models, salt)
     name = prompts_name(common)
@@ -151,7 +151,7 @@ def plan_prompts(
 
 
 def prompts_common(encodings: TextEncodings, salt: str) -> dict[str, Any]:
-    """What the prompts of one manifest have in common."""
+    """The `common` of a prompts manifest."""
     return {
         "schema": SCHEMA,
         "salt": salt,
@@ -166,15 +166,15 @@ PromptKeys = Mapping[bool, TextKeys]
 
 
 def prompt_keys(encodings: TextEncodings, models: Models, salt: str) -> PromptKeys:
-    """The keys of prompts that are encoded so."""
+    """The keys of prompts and negative prompts with these encodings."""
     both = {False: encodings.text, True: encodings.negative}
     return {negative: TextKeys(encodings.family, models.tokenizers, each, salt) for negative, each in both.items()}
 
 
 def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> Task:
-    """A prompt as a text entry to encode: the one that a precache run with this prompt in `validation` makes.
+    """The task for a prompt: the same that a precache run with this prompt in `validation` makes.
 
-    ConfigError for a family that reads texts with control images.
+    Raises ConfigError for a family that reads texts with control images.
     """
     if (family := keys[negative].family).text_reads_control:
         raise ConfigError(
@@ -187,33 +187,33 @@ def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> Task:
 
 
 def prompt_row(task: Task) -> Row:
-    """The row of a prompt in the manifest of prompts."""
+    """The row of a prompt in the prompts manifest."""
     return Row(task.sample.sample_id, task.sample.path, None, (), (Ref.of_text(task.caption, task.key),))
 
 
 def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
-    """The manifest of the last run; None if there is none, or a broken one, which the run replaces."""
+    """The manifest of the last run; None if there is none, or an invalid one, which the run replaces."""
     try:
         return manifests.read(name)
     except DatasetError as error:
-        logger.warning("%s. It is taken as absent.", error)
+        logger.warning("%s. Treating it as absent.", error)
         return None
 
 
 def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], models: Models) -> None:
-    # An imported dataset does not name its encoders, and one of latents alone has none.
+    # An imported dataset does not name its encoders, and one without texts has none.
     if dataset is None or dataset.imported_from is not None or not dataset.has_texts:
         return
     if prompts_name(dataset.common) == prompts_name(common):
         return
     causes = text_causes(dataset.common, common)
     if any(name == "compute_dtype" for name, _ in causes):
-        # Weights are identified as they compute: those of another dtype differ for that reason alone.
+        # Weights are identified in their compute dtype, so another dtype alone makes them differ.
         causes = [(name, cause) for name, cause in causes if not name.startswith("text_encoder")]
     raise ModelError(
-        f"prompts would not be encoded as the captions of dataset {dataset.name} were: "
-        f"{', '.join(cause for _, cause in causes)}. Give the text encoders and the settings that the cache was made "
-        "with, or run `latentcache precache CONFIG` with these.",
+        f"prompts would be encoded differently from the captions of dataset {dataset.name}: "
+        f"{', '.join(cause for _, cause in causes)}. Use the text encoders and settings that the cache was made with, "
+        "or run `latentcache precache CONFIG` with these.",
         part=next((name for name, _ in causes if name in models.family.parts), None),
     )
 

@@ -1,4 +1,4 @@
-"""Why an entry is a miss: what it is made of now, compared with what it was made of in the last manifest."""
+"""Why an entry is a miss: compares its inputs with those in the last manifest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from latentcache.types import Geometry
 NEW = "new"
 DAMAGED = "damaged"
 LOST = "entry lost"
-"""The manifest has the key but the store does not: it was removed, or its pack was deleted."""
+"""The manifest has the key, but the store does not: the entry was removed, or its pack was deleted."""
 REFUSED = "refused before"
-"""The last run refused the sample; this one tries again."""
+"""The last run refused the sample; this run retries it."""
 IMPORTED = "imported, unverified"
 """Not shown to equal what encoding gives, so it is encoded."""
 
@@ -28,10 +28,10 @@ LABELS = {
     "crop_top_left": "crop",
     "num_frames": "number of frames",
 }
-"""Names of facts in reasons, where they are not the fact's own."""
+"""Display names of facts, if they differ from the fact's own."""
 GEOMETRY = ("variation", "flip", "target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
-"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause.
-`variation` is the number of the crop; the others are of the geometry."""
+"""Facts of the geometry. The first that differs is the cause: a changed bucket also changes resized size and crop.
+`variation` is the index of the crop."""
 _SHORT = {
     "image": "image changed",
     "mask": "mask changed",
@@ -42,44 +42,44 @@ _SHORT = {
     "flip": "flip added",
     "variation": "variation added",
 }
-"""Causes whose values say nothing to people."""
+"""Causes whose values would not help a reader."""
 
 Facts = Mapping[str, Any]
-"""What an entry is made of, by name, in the order in which causes are named."""
+"""An entry's inputs by name, in the order in which causes are listed."""
 
 
 def image_facts(source: str | None, geometry: Geometry, crop: int, masked: str | None = None) -> Facts:
-    """What the entry of an image, a control image or a mask with this digest is made of, in the crop of this number.
+    """The inputs of the entry of an image, control image or mask with the digest `source`, in the crop `crop`.
 
-    With the digest `masked` of an image it is that of the masked image, whose mask has the digest `source`.
+    For a masked image, `masked` is the digest of the image and `source` that of its mask.
     """
     sources = {"image": source} if masked is None else {"image": masked, "mask": source}
     return {**sources, "variation": crop, **{name: getattr(geometry, name) for name in GEOMETRY[1:]}}
 
 
 def text_facts(caption: str, variant: str, controls: Sequence[tuple[str, Geometry]] | None = None) -> Facts:
-    """What the entry of a variant of a caption is made of; the caption itself is one.
+    """The inputs of the entry of a caption's variant, which may be the caption itself.
 
-    `controls`: the digests and geometries of images that are read with it.
+    `controls` are the digests and geometries of the images that are read with it.
     """
     facts = {"caption": caption, "variant": variant}
     return facts if controls is None else {**facts, "controls": list(controls)}
 
 
 class History:
-    """What the last manifest says of a dataset.
+    """A dataset's last manifest, for comparison.
 
-    `common` is what the samples have in common now; `damaged` names the damaged entries of the store.
+    `common` is what the samples have in common now. `damaged` has the store's damaged entries.
     """
 
     def __init__(self, last: Manifest | None, common: Mapping[str, Any], damaged: Mapping[str, str]):
         self._last, self._common, self._damaged = last, common, damaged
 
     def num_lost(self, rows: RowTable) -> int:
-        """How many images the last manifest lists, if these rows have images, and none of them; else 0."""
+        """How many images the last manifest lists, if these rows have images but share none with it; else 0."""
         if self._last is None:
             return 0
-        # Arrays of eight bytes each: of a million images, sets of digests would take 200 MB for a warning.
+        # Arrays of 8-byte prefixes: for a million images, sets of digests would take 200 MB.
         columns = (table.columns["source"] for table in (self._last.rows, rows))
         before, now = (np.unique(each[each.any(1)][:, :8].copy().view(np.uint64)) for each in columns)
         return len(before) if len(now) and not np.isin(before, now).any() else 0
@@ -87,8 +87,8 @@ class History:
     def why(self, sample_id: str, name: str, key: str, facts: Facts) -> str:
         """Why the entry `key` of this sample is a miss.
 
-        `name` is `image` or that of a companion; for a text it names the part of `common` that it is made with.
-        `facts` are those of `image_facts` or `text_facts`.
+        `name` is `image` or a companion's role; for a text it is the name of its encoding in `common`. `facts` come
+        from `image_facts` or `text_facts`.
         """
         reason = self._why(sample_id, name, key, facts)
         return reason if name in ("image", "text_encoding", "negative_encoding") else f"{name}: {reason}"
@@ -104,7 +104,7 @@ class History:
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         if self._last.imported_from is not None:
             return IMPORTED
-        # Of several entries the one that differs least: the caption's own, or of the same crop and side.
+        # Compare with the entry that differs least: the same caption, or the same crop and flip.
         nearest = min((was for _, was in known), key=lambda was: sum(was[fact] != facts[fact] for fact in facts))
         before = {**_common_facts(self._last.common, name, facts), **{fact: nearest[fact] for fact in facts}}
         now = {**_common_facts(self._common, name, facts), **facts}
@@ -112,7 +112,7 @@ class History:
 
 
 def _known(row: Row, name: str, variants: int) -> list[tuple[Ref, Facts]]:
-    """The entries of this name that a row has, each with what it was made of."""
+    """The entries of this name in a row, each with its inputs."""
     if name == "image":
         return [(ref, image_facts(row.source, ref.geometry, ref.crop)) for ref in row.images]
     if name in ("text_encoding", "negative_encoding"):
@@ -126,11 +126,11 @@ def _known(row: Row, name: str, variants: int) -> list[tuple[Ref, Facts]]:
 
 
 def _common_facts(common: Mapping[str, Any], name: str, facts: Facts) -> dict[str, Any]:
-    """What all entries of this name are made with, as far as it counts for one that has these facts of its own."""
+    """The inputs that all entries of this name share, as far as they matter for an entry with these facts."""
     found = {"schema": common.get("schema"), "salt": repr(common.get("salt"))}
     parts = {part["name"]: part for part in common.get("parts") or ()}
     if name in ("text_encoding", "negative_encoding"):
-        if "controls" in facts:  # how they are prepared is in the key of the text too
+        if "controls" in facts:  # their preparation is part of the text's key
             found["control policies"] = [
                 part["policy"] for part in parts.values() if part["name"].startswith("control")
             ]
@@ -138,7 +138,7 @@ def _common_facts(common: Mapping[str, Any], name: str, facts: Facts) -> dict[st
     own = common if name == "image" else parts.get(name, {})
     if name == "mask":
         found["downscale"] = own.get("downscale")
-    else:  # whatever is kept of images, of control images it is the mean
+    else:  # companions store the mean, whatever is stored of images
         found |= (common.get("image_encoding") or {}) | ({} if name == "image" else {"output": "mean", "seed": 0})
     if name == "masked image":
         found["inpaint"] = own.get("inpaint")
@@ -150,15 +150,15 @@ def _common_facts(common: Mapping[str, Any], name: str, facts: Facts) -> dict[st
 
 
 def text_causes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What texts are made with that differs in what two manifests have in common: names and causes."""
+    """What differs in the text encoding of two manifests' `common`: names and causes."""
     return list(_causes(*(_common_facts(common, "text_encoding", {}) for common in (before, now))))
 
 
 def _causes(before: Facts, now: Facts) -> Iterator[tuple[str, str]]:
-    """Name and cause of each fact that differs, or is only there before or now; those of the source first."""
+    """Name and cause of each fact that differs, was added or was removed; those of the source first."""
     changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     geometry = [name for name in GEOMETRY if name in changed]
-    # Another caption has other variants.
+    # A changed caption changes its variants with it.
     hidden = [*(geometry if "image" in changed else geometry[1:]), *(["variant"] if "caption" in changed else [])]
     for name in sorted(changed, key=lambda name: name not in ("image", "mask", "controls", "caption", "variant")):
         if name not in hidden:

@@ -16,8 +16,8 @@ from latentcache.utils.wording import MAX_NAMED, counted, cut_note, first_of, si
 class Report:
     """The figures of one run. Hits and encoded entries count entries (unique keys), not samples.
 
-    With several ranks, `num_samples`, `num_hits`, `misses_by_reason` and the refusals of the plan are those of the
-    whole dataset; `num_encoded`, `bytes_written` and later refusals are this rank's own.
+    With several ranks, `num_samples`, `num_hits`, `misses_by_reason` and the plan's refusals cover the whole dataset;
+    `num_encoded`, `bytes_written` and later refusals are this rank's own.
     """
 
     num_samples: int = 0
@@ -25,36 +25,36 @@ class Report:
     num_misses: int = 0
     num_encoded: int = 0
     num_missing_captions: int = 0
-    """Samples without a caption: they get the empty one."""
+    """Samples without a caption, which get the empty one."""
     missing_captions: list[str] = field(default_factory=list)
-    """The sample_ids of the first of them."""
+    """The first of their sample_ids."""
     num_mostly_cut: int = 0
-    """Images of which the crop keeps less than half."""
+    """Images that lose more than half in the crop."""
     mostly_cut: list[str] = field(default_factory=list)
-    """The sample_ids of the first of them."""
+    """The first of their sample_ids."""
     num_truncated_captions: int = 0
-    """Samples with a caption that has more tokens than the text encoders read. Of a cache elsewhere, those whose
-    captions this run encoded."""
+    """Samples with a caption of more tokens than the text encoders read. For a remote cache, only those whose captions
+    this run encoded."""
     truncated_captions: list[str] = field(default_factory=list)
-    """The sample_ids of the first of them."""
+    """The first of their sample_ids."""
     num_retried_in_float32: int = 0
     refused: list[Refusal] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """Of the refused files, those whose entry this run tried to make: they are misses of the next run too."""
+    """Paths of refused files that this run tried to encode. They are misses in the next run too."""
     misses_by_reason: dict[str, int] = field(default_factory=dict)
     bytes_written: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of the main thread: load, plan, text (all of that stage), decode (waiting for pixels), encode, write
-    (waiting for it), total. The time of other threads is not in it."""
+    """Wall time of the main thread, without other threads' time: load, plan, text (the whole stage), decode (waiting
+    for pixels), encode, write (waiting for storage), total."""
     miss_bytes: int = 0
-    """Bytes that the entries of the misses will have, as far as that is known before encoding."""
+    """Estimated size of the misses' entries."""
     placement: dict[str, str] = field(default_factory=dict)
-    """Part of the model -> device, dtype, and the reason for them; `family` -> its family, and who states it."""
+    """Part of the model -> device, dtype and the reason for them. `family` -> the family, and how it was determined."""
     notes: list[str] = field(default_factory=list)
-    """What is cached as requested, but not used as one may expect."""
+    """Remarks on things that are cached as requested, but not used as one might expect."""
     cache: dict[str, Any] = field(default_factory=dict)
     manifests_waiting: list[str] = field(default_factory=list)
-    """Manifests that were left as they are, because entries of other ranks are not there yet."""
+    """Manifests that were not replaced, because entries of other ranks are still missing."""
     rank: int = 0
     world_size: int = 1
     dry_run: bool = False
@@ -66,7 +66,7 @@ class Report:
         return len(self.refused)
 
     def add_samples(self, what: str, sample_ids: Sequence[str], count: int | None = None) -> None:
-        """Count samples, by default as many as are named, and keep the first names.
+        """Add to a count of samples, by default the number of `sample_ids`, and keep the first ids.
 
         `what` is missing_captions, mostly_cut or truncated_captions.
         """
@@ -74,7 +74,7 @@ class Report:
         setattr(self, what, [*getattr(self, what), *sample_ids][:MAX_NAMED])
 
     def add(self, other: Report) -> None:
-        """Add what an encoding stage counted elsewhere."""
+        """Add the counts of an encoding stage in another process."""
         self.num_encoded += other.num_encoded
         self.bytes_written += other.bytes_written
         self.add_samples("truncated_captions", other.truncated_captions, other.num_truncated_captions)
@@ -86,7 +86,7 @@ class Report:
         return asdict(self) | {"num_refused": self.num_refused, "seconds": seconds}
 
     def to_text(self, *, verbose: bool = False) -> str:
-        """The report for people. It names five refusals of each reason, or with `verbose` all, and says how it ran."""
+        """The report as text, with five refusals per reason. `verbose` lists all refusals, timings and placements."""
         lines = [f"samples   {self.num_samples}", f"hits      {self.num_hits}", f"misses    {self.num_misses}"]
         lines += [f"          {count:>6} {reason}" for reason, count in sorted(self.misses_by_reason.items())]
         if self.dry_run:
@@ -96,18 +96,18 @@ class Report:
         lines += [f"note      {note}" for note in (*self._noted(), *self.notes)]
         lines += refusal_lines("refused", self.refused, "--verbose names them", None if verbose else MAX_NAMED)
         if self.failed:
-            lines.append(f"failed    {len(self.failed)} of the refused: each run tries them again until they change")
+            lines.append(f"failed    {len(self.failed)} of the refused: every run retries them until they change")
         if verbose:
             stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())
             lines.append(f"seconds   {stages}")
             lines += [f"{part:<9} {placement}" for part, placement in self.placement.items()]
-        lines += [f"waiting   manifest {name}: entries of it are not there yet" for name in self.manifests_waiting]
+        lines += [f"waiting   manifest {name}: entries of it are still missing" for name in self.manifests_waiting]
         if self.interrupted:
-            lines.append("stopped before the end: run the same command again to go on from here")
+            lines.append("stopped before the end: run the same command again to continue")
         return "\n".join(lines)
 
     def _noted(self) -> Iterator[str]:
-        """What of the samples may not be as the user thinks."""
+        """Remarks on samples that may not be as the user expects."""
         if count := self.num_missing_captions:
             verbs = ("has", "trains") if count == 1 else ("have", "train")
             named = first_of(self.missing_captions, count)
@@ -117,20 +117,20 @@ class Report:
         if count := self.num_retried_in_float32:
             yield f"{counted(count, 'entry')} encoded again in float32"
         if count := self.num_mostly_cut:
-            advice = "raise buckets.max_aspect, choose another buckets.rule, or cut them yourself"
+            advice = "raise buckets.max_aspect, choose another buckets.rule, or crop them yourself"
             verb, named = "loses" if count == 1 else "lose", first_of(self.mostly_cut, count)
             yield f"{counted(count, 'image')} {verb} more than half in the crop: {named}; {advice}"
 
 
 def refusal_lines(title: str, refused: Sequence[Refusal], others: str, most: int | None = MAX_NAMED) -> list[str]:
-    """How many were refused, and the first of each reason: at most so many. `others` says where the rest is."""
+    """The number of refusals, and at most `most` per reason. `others` says how to see the rest."""
     lines, reasons = [f"{title:<9} {len(refused)}"], dict[str, list[Refusal]]()
     for refusal in refused:
         reasons.setdefault(refusal.reason, []).append(refusal)
     for reason, refusals in reasons.items():
         said = ""
         for refusal in refusals[:most]:
-            detail = "as above" if refusal.detail == said else refusal.detail  # it may be a paragraph
+            detail = "as above" if refusal.detail == said else refusal.detail  # a detail may be a paragraph
             lines.append(f"          {refusal.path}: {reason}: {detail}")
             said = refusal.detail
         if left := len(refusals[most:]) if most else 0:
@@ -140,7 +140,7 @@ def refusal_lines(title: str, refused: Sequence[Refusal], others: str, most: int
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an entry could not be made. `reason` is a `types.RefusalReason`; `path` is the image that was tried."""
+    """Why an entry could not be made. `reason` is a `types.RefusalReason`; `path` is the image's."""
 
     reason: str
     detail: str

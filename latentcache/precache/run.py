@@ -1,7 +1,7 @@
-"""One precache run: plan, then decode | encode | write, then the manifests.
+"""One precache run: plan, then decode | encode | write, then replace the manifests.
 
-The order makes every crash harmless. Entries become visible pack by pack; the manifests, which say what the dataset
-is, are replaced only after every entry of theirs was stored or refused. A run that was stopped is simply run again.
+This order makes every crash harmless. Entries become visible pack by pack. The manifests, which define the dataset, are
+replaced only after each of their entries was stored or refused. To resume a stopped run, run it again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from latentcache.utils.wording import MAX_NAMED
 logger = logging.getLogger("latentcache")
 
 CLAIM_WAIT_S = 0.2
-"""Between two looks whether another process has made the entries that it claimed."""
+"""Interval for polling whether another process has made the entries that it claimed."""
 STAGES: dict[Kind, Callable[[RunContext], MaskStage | TextStage | ImageStage]] = {
     "mask": MaskStage,
     "text": TextStage,
@@ -55,10 +55,10 @@ class RemoteEncoders(Protocol):
     """Encoders in other processes, such as those of a cluster."""
 
     device: torch.device
-    """Where they compute, as dtypes depend on it. This machine need not have it."""
+    """The device they compute on, which determines dtypes. This machine need not have it."""
 
     def encode(self, plan: Plan, context: RunContext) -> None:
-        """Encode the plan's texts and images; each entry is durable, or given to `context.fail`, unless stopped.
+        """Encode the plan's texts and images. Unless stopped, each entry is stored durably or passed to `context.fail`.
 
         Adds `num_encoded`, `bytes_written` and the counts of captions and retries to the report.
         """
@@ -77,22 +77,20 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     remote_encoders: RemoteEncoders | None = None,
     only: Set[str] | None = None,
 ) -> Report:
-    """Encode what is not cached yet, and report what was done.
+    """Encode what is not cached yet, and report what was done. Bad images are refused and listed in the report.
 
-    `models` are the caller's own (`LoadedModels`); by default they load from the config. `workspace`
-    is where entries go; by default the config's cache. `stop` ends the run at the next batch: what is done is sealed.
-    `shard` is this process's share; by default RANK and WORLD_SIZE. `remote_encoders` encode in place of
-    this process. `only` are the keys of entries that the manifests list: these alone are encoded, by any rank that is
-    asked, and the manifests stay as they are (`LatentLoader(encode=...)` asks so). A sample whose entry would have
-    another key by now is refused as `changed`.
-    Bad images are refused and listed in the report.
+    `models` are the caller's own (`LoadedModels`), and `workspace` is where entries go; both default to the config's.
+    Setting `stop` ends the run at the next batch; finished entries are sealed. `shard` is this process's share, by
+    default RANK and WORLD_SIZE. `remote_encoders` encode in place of this process. `only` are keys from the manifests:
+    just these entries are encoded, by any rank that calls this, and no manifest is replaced. A sample whose entry
+    would now have another key is then refused as `changed`.
     Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
     """
     started = time.monotonic()
     opened = workspace is None
     workspace = workspace or open_workspace(config.cache, read_only=dry_run)
     try:
-        for dataset in config.datasets:  # a wrong path costs nothing, and the model may have to be downloaded
+        for dataset in config.datasets:  # detect a wrong path early: the model may have to be downloaded
             open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
@@ -103,7 +101,7 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
         progress, stop = progress or Progress(), stop or threading.Event()
         wanted = None if only is None else frozenset(only)
         run = _Run(config, workspace, models, shard, progress, stop, report, remote_encoders, wanted)
-        with workspace.in_use(wait=only is not None):  # a training is not to end because somebody compacts
+        with workspace.in_use(wait=only is not None):  # training must not fail because of a concurrent compaction
             try:
                 run.plan(verify_sources)
                 if not dry_run:
@@ -126,15 +124,15 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
 
 
 def _check_ranks(shard: Shard, workspace: Workspace) -> None:
-    """ConfigError where ranks cannot tell each other what they refused: each would wait for the others' entries."""
-    is_elsewhere = isinstance(workspace.path, str)
-    if is_elsewhere and shard.world_size > 1 and shard.local_world_size != shard.world_size:
+    """Raise ConfigError if ranks cannot share their refusals: each would wait for the others' entries."""
+    is_remote = isinstance(workspace.path, str)
+    if is_remote and shard.world_size > 1 and shard.local_world_size != shard.world_size:
         here = "not set" if shard.local_world_size is None else f"{shard.local_world_size}"
         raise ConfigError(
-            f"{shard.world_size} ranks fill {workspace.path}, but LOCAL_WORLD_SIZE is {here}: of a cache elsewhere "
-            "ranks share what they refused by a file of their machine, so all of them must run on one. Start "
-            "them with torchrun on one machine, or run on each machine a precache of its own, without RANK: over a "
-            "service they share the work, and into a bucket one comes after the other",
+            f"{shard.world_size} ranks fill {workspace.path}, but LOCAL_WORLD_SIZE is {here}: with a remote cache, "
+            "ranks share refusals through a local file, so all must run on one machine. Start them there by torchrun, "
+            "or run a separate precache, without RANK, on each machine: with a service these share the work; "
+            "with a bucket, run one after the other",
             source="WORLD_SIZE",
         )
 
@@ -156,7 +154,7 @@ class _Run:
     _encodings: Encodings = field(init=False)
 
     def plan(self, verify_sources: bool) -> None:
-        """Plan, and report the plan's figures."""
+        """Make the plan, and report its figures."""
         report, memo, config, only = self.report, self.workspace.memo, self.config, self.only
         rows = [] if only is None else _rows_with(only, config, self.workspace)
         with timed(report, "load"):
@@ -179,14 +177,14 @@ class _Run:
             )
         if only is not None:
             report.refused = self._refused_of(rows, only)
-        if remote is None:  # each encoder there chooses its own batch size
+        if remote is None:  # remote encoders choose their own batch size
             self._encodings = encodings = for_images(encodings, config.encode, plan.batches["image"])
         with_control = [dataset.name for dataset in config.datasets if dataset.control]
         if with_control and (reason := unread_controls(self.models.family)) is not None:
-            note = f"control images are cached for code of your own: {reason}"
+            note = f"control images are cached for your own code only: {reason}"
             report.notes += [f"{name}: {note}" for name in with_control]
         if not self.models.family.takes_masked:
-            note = f"masked images are cached for code of your own: no denoiser of {self.models.family.name} takes them"
+            note = f"masked images are cached for your own code only: no {self.models.family.name} denoiser takes them"
             report.notes += [f"{each.name}: {note}" for each in config.datasets if each.mask and each.mask.inpaint]
         report.placement = {"family": f"{self.models.family.name}: {self.models.family_reason}"}
         report.placement |= {
@@ -195,10 +193,10 @@ class _Run:
         }
 
     def _refused_of(self, rows: Sequence[tuple[str, Row]], wanted: Set[str]) -> list[Refusal]:
-        """Why wanted entries are not planned: a refusal of each of these rows of manifests that has one of them."""
+        """Why wanted entries are not in the plan: a refusal for each of these manifest rows that needs one of them."""
         planned = {manifest.name: manifest.rows for manifest in self._plan.manifests}
         lost = wanted - {key for table in planned.values() for key in table.entry_keys()}
-        changed = "its image, its caption, the models or the settings are others than when it was precached"
+        changed = "its image, its caption, the models or the settings have changed since it was precached"
         refused = []
         for name, row in rows:
             if not lost.isdisjoint(row.keys()):
@@ -229,9 +227,10 @@ class _Run:
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
 
     def count_samples(self) -> None:
-        """Count the samples that are not refused, but may not be as the user thinks.
+        """Count the samples that are not refused, but may not be as the user expects.
 
-        Cut captions are counted by the records on this disk; of a cache elsewhere, the stage counts what it encodes.
+        Truncated captions are counted from the records on this disk; for a remote cache, the stage counts those that
+        it encodes.
         """
         report, store = self.report, self.workspace.store
         captions = CutCaptions(store) if isinstance(store, DiskStore) else None
@@ -253,8 +252,8 @@ class _Run:
     def _encode_remotely(self, encoders: RemoteEncoders, failures: _Failures) -> None:
         if self.models.family.text_reads_control:
             raise ConfigError(
-                f"{self.models.family.name} reads captions together with control images, which encoders elsewhere are "
-                "not given; run precache without --ray",
+                f"{self.models.family.name} reads captions together with control images, which are not sent to remote "
+                "encoders; run precache without --ray",
                 key="ray",
             )
         self.models.release()
@@ -277,16 +276,16 @@ class _Run:
                 with timed(report, "write"):
                     writer.seal()
         finally:
-            # Also after an error: what was sealed is there, and the report says so.
+            # Also after an error: sealed entries are stored, and the report should say so.
             report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
             self.models.release()
 
     def _run_stage(self, kind: Kind, writer: Writer, context: RunContext) -> None:
-        """Encode the plan's entries of a kind: those that no other process encodes, and what another one leaves."""
+        """Encode the plan's entries of a kind, except those that other processes encode; retry what these abandon."""
         others = list[Sequence[Any]]()
 
         def claim(batch: Sequence[Any]) -> Sequence[Any]:
-            """Choose the tasks that no other process does, or has done. What one does is put into `others`."""
+            """Select the tasks that no other process is doing or has done. Those in progress go to `others`."""
             mine, theirs = writer.claim(task.key for task in batch)
             if theirs:
                 others.append([task for task in batch if task.key in theirs])
@@ -297,18 +296,18 @@ class _Run:
         stage, batches = STAGES[kind](replace(context, claim=claim)), self._plan.batches[kind]
         stage.run(batches)
         while others and not context.is_stopped():
-            writer.seal()  # the other process may wait for what this one has
+            writer.seal()  # the other process may be waiting for entries of this one
             theirs, others[:] = list(others), []
             if left := [mine for batch in theirs if (mine := claim(batch))]:
                 stage.run(left)
             else:
                 self.stop.wait(CLAIM_WAIT_S)
-        if kind == "text":  # they leave the memory to the VAE; masks come before them
+        if kind == "text":  # free the memory for the VAE
             self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
 
 
 def _rows_with(keys: Set[str], config: Config, workspace: Workspace) -> list[tuple[str, Row]]:
-    """The rows of the datasets' manifests, and of their prompts', that have these entries; each with its manifest's."""
+    """Pairs (manifest name, row) of the rows with these keys in the manifests of the datasets and their prompts."""
     names = [dataset.name for dataset in config.datasets]
     found = [manifest for name in names if (manifest := workspace.manifests.read(name)) is not None]
     prompts = {prompts_name(manifest.common) for manifest in found if manifest.imported_from is None}
@@ -317,35 +316,35 @@ def _rows_with(keys: Set[str], config: Config, workspace: Workspace) -> list[tup
     if lacking := keys - {key for _, row in rows for key in row.keys()}:
         raise ConfigError(
             f"{len(lacking)} of {len(keys)} entries to encode are in no manifest of {', '.join(names)} in "
-            f"{workspace.path or 'the CPU store'}. Give the config that the dataset was precached with, and open the "
-            "dataset again after a precache",
+            f"{workspace.path or 'the CPU store'}. Use the config that the dataset was precached with, and reopen the "
+            "dataset after each precache",
             key="datasets",
         )
     return rows
 
 
 class _Failures:
-    """Entries that could not be made, by key. With several ranks each shares its own with the others by the memo."""
+    """Entries that could not be made, by key. Several ranks share theirs through the memo."""
 
     def __init__(self, shard: Shard, workspace: Workspace):
         self._shared = workspace.memo if shard.world_size > 1 and workspace.memo.is_shared else None
-        """Where other ranks' failures are; None for a single process."""
+        """The memo with other ranks' failures; None for a single process."""
         self._launch = shard.launch
         self._by_key: dict[str, Failure] = {}
 
     def add(self, key: str, failure: Failure) -> None:
-        """Note that the entry `key` could not be made."""
+        """Record that the entry `key` could not be made."""
         self._by_key[key] = failure
 
     def refused_in(self, manifest: Manifest) -> tuple[Manifest, Sequence[Refusal]]:
-        """The manifest with its samples refused that need one of the entries, and their refusals."""
+        """Refuse the samples that need a failed entry. Returns the changed manifest and the refusals."""
         rows = manifest.rows
         numbers = rows.rows_with(self._by_key) if self._by_key else ()
         found = {number: self._refusal(rows.row(number)) for number in numbers}
         return manifest.with_rows(rows.with_refusals(found)) if found else manifest, list(found.values())
 
     def _refusal(self, row: Row) -> Refusal:
-        """Why a sample is refused that needs one of the entries. Samples with equal images share one."""
+        """The refusal of a sample that needs a failed entry, which may be that of an equal image in another sample."""
         ref = next(ref for ref in row.refs() if ref.key in self._by_key)
         failure = self._by_key[ref.key]
         detail, path = failure.detail, row.path
@@ -356,20 +355,20 @@ class _Failures:
         return Refusal(row.sample_id, path, failure.reason, detail)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Remove what earlier runs noted of these keys: this rank is about to try them again."""
+        """Remove earlier failures of these keys, which this rank is about to retry."""
         if self._shared is not None:
             for name in self._shared.get_many(map(self._name, keys)):
                 del self._shared[name]
 
     def share(self) -> None:
-        """Write this rank's failures where the other ranks read them."""
+        """Publish this rank's failures to the other ranks."""
         if self._shared is not None:
-            # Not by pydantic, whose JSON has no paths with a broken encoding.
+            # Not by pydantic, which cannot write paths in a broken encoding.
             self._shared.update({self._name(key): json.dumps(astuple(each)) for key, each in self._by_key.items()})
             self._shared.flush()
 
     def read_others(self, keys: Iterable[str]) -> None:
-        """Add what other ranks wrote of these keys."""
+        """Add the failures of these keys that other ranks published."""
         names = {self._name(key): key for key in keys}
         written = {} if self._shared is None else self._shared.get_many(names)
         for name in written:
@@ -377,16 +376,16 @@ class _Failures:
                 self.add(names[name], failure)
 
     def _name(self, key: str) -> str:
-        # The name holds the launch, if the launcher names it: failures of an older launch do not count.
+        # With the launch, if the launcher identifies it, so that failures of an older launch are ignored.
         return f"refused/1 {self._launch} {key}"
 
 
 def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: _Failures) -> list[str]:
-    """Replace the manifests, and return the names of those that had to wait.
+    """Replace the manifests, and return the names of those that must wait.
 
-    A manifest waits until each of its entries is there or was refused. With several ranks the one that finishes last
-    finds them all. A single process has tried all of them; what it had found there when it planned may be gone since.
-    StoreBusyError if another client of a cache elsewhere replaced a dataset's manifest since the plan was made.
+    A manifest waits until each of its entries is stored or refused. With several ranks, the one that finishes last
+    replaces it. With a single process, it waits only if an entry disappeared after the plan was made. Raises
+    StoreBusyError if another client of a remote cache replaced a dataset's manifest since the plan was made.
     """
     waiting = []
     failures.share()
@@ -398,12 +397,12 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
         if absent and (absent := absent & set(manifest.rows.entry_keys(usable=True))):
             waiting.append(manifest.name)
             logger.info(
-                "manifest %s waits for %d entries of other ranks, or that are gone; if no rank is running, run "
+                "manifest %s waits for %d entries of other ranks, or that disappeared; if no rank is running, run "
                 "precache again",
                 manifest.name,
                 len(absent),
             )
-        elif manifest.role == "prompts":  # with those that a service cached since the plan was made
+        elif manifest.role == "prompts":  # keep prompts that a service cached since the plan was made
             add_prompts(workspace, manifest, always=True)
         else:
             workspace.manifests.write(manifest)

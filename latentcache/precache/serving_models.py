@@ -1,4 +1,4 @@
-"""The encoders of a service or a cluster: on their device from the first entry on, until they are unloaded."""
+"""The encoders of a service or a cluster: they stay on the device from the first entry until they are unloaded."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from latentcache.utils.progress import Progress
 
 
 class ServingModels:
-    """A config's models, for entries that are encoded a few at a time, as precache encodes them.
+    """A config's models, for encoding a few entries at a time exactly as precache does.
 
-    The encoders of one kind of entries are on the device; those of another kind take their place when it is asked for.
-    The keys follow from `encodings`, which are those of the time when this was made. The models are identified then,
-    and loaded only for what is not known of them. Afterwards one thread may use it.
-    Raises ConfigError, DeviceError, ModelError.
+    Only the encoders of one kind of entry are on the device; a request for another kind replaces them. Models are
+    identified on construction, which fixes `encodings` and thereby the keys, and are loaded only if the memo lacks
+    facts. Not thread-safe. Raises ConfigError, DeviceError, ModelError.
     """
 
     def __init__(self, config: Config, models: Models, memo: MutableMapping[str, str]):
         self._encode, self._models = config.encode, models
         self.loaded: Kind | None = None
-        """The kind of entries whose encoders are on the device."""
+        """The kind of entry whose encoders are on the device."""
         self._on_device = ExitStack()
         self.encodings = choose_encodings(config, models, memo)
         models.release()
@@ -44,12 +43,12 @@ class ServingModels:
         group_of: Callable[[Task], Hashable] | None = None,
         stop: threading.Event | None = None,
     ) -> Report:
-        """Encode entries of one kind. `store` gets each that was made, `fail` the key of each that cannot be made.
+        """Encode entries of one kind. Returns the stage's counts.
 
-        `group_of` says which entries may share a batch, by default those of one size. `stop` leaves the rest undone.
-        Returns what the stage counted.
-        Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or their
-        files changed since the keys were made of them. A caller's own models are not compared again.
+        `store` receives each finished entry, and `fail` the key of each that cannot be made. Entries with equal results
+        of `group_of`, by default those of one size, may share a batch. Setting `stop` leaves the rest undone.
+        Raises DeviceError if the encoders do not fit on the device, and ModelError if they cannot be loaded or their
+        files changed since the keys were computed. A caller's own models are not compared again.
         """
         kind, encode, report = tasks[0].kind, self._encode, Report()
         if self.loaded != kind:
@@ -69,12 +68,12 @@ class ServingModels:
         return report
 
     def unload(self) -> None:
-        """Free the memory of all that was loaded. The next `encode` loads it again."""
+        """Unload all models and free their memory. The next `encode` loads them again."""
         self.close()
         free_cached_memory(self.encodings.vae.device)
 
     def close(self) -> None:
-        """Forget all that was loaded. A caller's own models return to where they were."""
+        """Unload all models. A caller's own models return to where they were."""
         self._leave_device()
         self._models.release()
 
@@ -86,7 +85,7 @@ class ServingModels:
 
 
 def _group_of(task: Task) -> Hashable:
-    """What the members of a batch share."""
+    """What the members of a batch must share."""
     if isinstance(task.identity, TextIdentity):
         return task.identity.encoding.recipe
     geometry = task.identity.preparation.geometry

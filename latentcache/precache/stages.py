@@ -1,20 +1,20 @@
-"""The stages of a run: masks, texts and images. Batches are launched ahead; bad outputs are made again in float32.
+"""The stages of a run: masks, texts and images. Batches are launched ahead; bad outputs are recomputed in float32.
 
-The main thread runs the encoders. Threads before it decode images, or one tokenizes; a background thread after it
-checks and stores the results. Where copies overlap the computation, the next batch is launched before the results of
-the last one are fetched, so that the device has work while the host copies and checks. On a CPU the main thread stores
-the results.
+The main thread runs the encoders. Before it, threads decode images, or one thread tokenizes; after it, a background
+thread checks and stores the results. If copies overlap the computation, the next batch is launched before the results
+of the last one are fetched, so that the device is busy while the host copies and checks. On a CPU, the main thread
+stores the results.
 
-Memory is bounded whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
-batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and
-B each in the batch that is formed, in the one that was launched before it, in the two that are stored or wait for it,
-and among those that wait for a retry in float32. In addition each decoding thread has its full-size image, and the
-writer two packs. Clips come after all images, in batches of one, CLIPS_AHEAD of them decoded ahead: at most 7 are
-alive, of 3 bytes for each pixel of each of their frames. Of a clip that is decoded its file and one frame of full size.
+Memory is bounded, whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
+batches of B, at most `T + G + 5 B` decoded images of bucket size (3 bytes a pixel) are alive: T + G decoded ahead, and
+B each in the batch being formed, in the one launched before it, in the two being stored or waiting for it, and in the
+queue of retries in float32. In addition, each decoding thread holds a full-size image, and the writer two packs. Clips
+come after all images, in batches of one, with CLIPS_AHEAD decoded ahead: at most 7 are alive, of 3 bytes per pixel of
+each frame. While a clip is decoded, its file and one full-size frame are in memory.
 
-A caption whose tokens wait, or whose outputs are not stored yet, costs some hundred kilobytes: at most GROUPS_AHEAD + 1
+A caption that is tokenized or whose outputs are not stored yet takes some hundred kilobytes. At most GROUPS_AHEAD + 1
 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory, and the tokens of `max_retries` captions and
-a few batches more, which are encoded again in float32.
+a few batches more that wait for a retry in float32.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from latentcache.utils.concurrency import BackgroundWorker, bounded_map
 from latentcache.utils.progress import Progress
 
 BATCHES_TO_STORE = 2
-"""Batches that wait to be stored, or are being stored."""
+"""Batches that are being stored or wait for it."""
 CLIPS_AHEAD = 2
-"""Clips that are decoded while others are encoded: one of 81 frames of 480x832 has 97 MB."""
+"""Clips decoded ahead of the encoder: 81 frames of 480x832 take 97 MB."""
 GROUPS_AHEAD = 3
-"""Groups of captions that are tokenized ahead of the encoders."""
+"""Groups of captions tokenized ahead of the encoders."""
 _FLAGS = "problem flags"
 
 logger = logging.getLogger("latentcache")
@@ -64,10 +64,10 @@ logger = logging.getLogger("latentcache")
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """One run while it encodes.
+    """The context of the encoding stages of a run.
 
-    The background thread calls `store` with each finished entry; it and the main thread call `fail` with the key of an
-    entry that could not be made. Images need `Encodings`.
+    The background thread calls `store` with each finished entry; both it and the main thread call `fail` with the key
+    of an entry that could not be made. `encodings` must be `Encodings` for images.
     """
 
     encode: EncodeConfig
@@ -79,17 +79,17 @@ class RunContext:
     progress: Progress
     stop: threading.Event
     claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
-    """Called with each batch of tasks before it is begun. Returns those that this process should do."""
+    """Called with each batch of tasks before it starts. Returns the tasks that this process should do."""
 
     def is_stopped(self) -> bool:
-        """Whether the rest is left to the next run."""
+        """Whether to stop and leave the rest to the next run."""
         self.report.interrupted |= self.stop.is_set()
         return self.report.interrupted
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An entry that is ready to be encoded: its task, and the pixels of its image or its tokens."""
+    """An entry that is ready to be encoded: its task, and its pixels or tokens."""
 
     task: Any
     data: Any
@@ -100,30 +100,30 @@ class EncodingStage(ABC):
 
     part: ClassVar[str]
     encoder: ClassVar[str]
-    """The model in messages."""
+    """The model's name in messages."""
     max_retries: ClassVar[int]
-    """Entries that wait to be encoded again in float32: the encoder is placed once for so many."""
+    """Entries to collect before the encoder is placed in float32 to retry them."""
 
     def __init__(self, context: RunContext, placement: Placement):
         self._context, self._placement = context, placement
         self._transfer = transfer_to(placement.device)
         self._retries: deque[tuple[Item, str]] = deque()
-        """Entries with bad outputs, and their problem, from the background thread to the main one."""
+        """Entries with bad outputs and their problems, passed from the background thread to the main thread."""
 
     @abstractmethod
     def place(self, stack: ExitStack, dtype: torch.dtype | None = None) -> Any:
-        """The models for `_launch`, on the device until the stack is closed. DeviceError where they do not fit.
+        """Put the models for `_launch` on the device until the stack closes. Raises DeviceError if they do not fit.
 
         `dtype` is by default that of the placement.
         """
 
     @abstractmethod
     def _launch(self, models: Any, items: Sequence[Item]) -> Copies:
-        """Start a batch. The host does not wait for its results."""
+        """Start a batch without waiting for its results."""
 
     @abstractmethod
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
-        """Store a batch; `note` is that of a retry in float32. Runs in the background thread."""
+        """Store a batch, in the background thread. `note` explains a retry in float32."""
 
     def _fetch(self, download: Copies) -> Mapping[str, torch.Tensor]:
         return download.wait()
@@ -150,7 +150,7 @@ class EncodingStage(ABC):
     def _batches(
         self, models: Any, groups: Iterable[Iterable[Item]], batch_size: int, num_ahead: int
     ) -> Iterator[tuple[Sequence[Item], Mapping[str, torch.Tensor]]]:
-        """Batches with their outputs; entries that do not fit into memory, not even alone, are refused."""
+        """Yield batches with their outputs. Entries that do not fit into memory even alone are refused."""
 
         def refuse(item: Item, error: EncodeError) -> None:
             self._context.fail(item.task.key, Failure("out-of-memory", str(error)))
@@ -160,18 +160,18 @@ class EncodingStage(ABC):
         return runner.run_ahead(groups, partial(self._launch, models), self._fetch, refuse, num_ahead=num_ahead)
 
     def _retry(self, worker: BackgroundWorker) -> None:
-        """Encode entries with bad outputs again, in float32, one at a time."""
+        """Retry the entries with bad outputs in float32, one at a time."""
         if not self._retries:
             return
         try:
             with ExitStack() as stack:
-                # Loaded again, or a copy: a cast does not restore weights that were rounded to half precision.
+                # Reloaded or copied: a cast cannot restore weights that were rounded to half precision.
                 models = self.place(stack, torch.float32)
                 while self._retries:
                     item, note = self._retries.popleft()
                     for items, outputs in self._batches(models, [[item]], 1, 0):
                         worker.call(self._store, items, outputs, note)
-        except DeviceError as error:  # it is twice as large: the other entries are encoded all the same
+        except DeviceError as error:  # float32 needs twice the memory; the other entries are still encoded
             while self._retries:
                 item, note = self._retries.popleft()
                 self._context.fail(item.task.key, Failure("out-of-memory", f"{note}, but {error}"))
@@ -179,10 +179,9 @@ class EncodingStage(ABC):
     def _is_bad(
         self, item: Item, problem: str | None, dtypes: tuple[str, str], named: str, path: str | None = None
     ) -> bool:
-        """Whether an output cannot be stored: then its entry waits for a retry in float32, or fails.
+        """Whether an output has a problem. If so, its entry is queued for a retry in float32, or fails.
 
-        `dtypes` are those in which it was computed, and would be stored. `named` is the entry in messages, `path` that
-        of an image.
+        `dtypes` are the dtypes of computation and storage. `named` names the entry in messages; `path` is an image's.
         """
         if problem is None:
             return False
@@ -197,7 +196,7 @@ class EncodingStage(ABC):
         return True
 
     def _record(self, item: Item, parts: Iterable[str], computed_dtype: str, note: str | None, **made: Any) -> Record:
-        """The record of an entry that these parts of the model made."""
+        """The record of an entry made by these parts of the model."""
         self._context.report.num_retried_in_float32 += note is not None
         task: Task = item.task
         return task.record(
@@ -213,7 +212,7 @@ class EncodingStage(ABC):
 class TextStage(EncodingStage):
     """Encodes captions as the family does.
 
-    Encoders that the device has no room for run there layer by layer, which the report says.
+    Encoders that do not fit on the device run there layer by layer, which the report mentions.
     """
 
     part, encoder, max_retries = "text_encoder", "the text encoders", 64
@@ -224,17 +223,17 @@ class TextStage(EncodingStage):
         self._parts_ahead: dict[str, Any] = {}
         self._limit = 0
         self._stated_limit: int | None = None
-        """Tokens that the text encoders read; and for records, where they are fewer than the family's usual number."""
+        """Number of tokens that the text encoders read, and the same for records, if below the family's usual limit."""
         self._cut: set[str] = set()
-        """The samples that count as cut: one counts once, however many variants its caption has."""
+        """Samples counted as truncated. Each counts once, however many variants its caption has."""
 
     def run(self, batches: Sequence[Sequence[Task]]) -> None:
-        """Encode the batches, each of one recipe."""
+        """Encode the batches. All tasks of a batch must have the same recipe."""
         context, family = self._context, self._family
         with ExitStack() as stack:
             with timed(context.report, "load"):
                 parts = self.place(stack)
-                # Tokenizing ahead must not change how the encoding's own calls pad and cut.
+                # Separate tokenizers: tokenizing ahead must not change how the encoding's own calls pad and truncate.
                 self._parts_ahead = {**parts, **context.models.tokenizers_ahead()}
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
@@ -246,7 +245,7 @@ class TextStage(EncodingStage):
         context.progress.finish()
 
     def place(self, stack: ExitStack, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The text encoders, and the tokenizers."""
+        """Place the text encoders, and return them with the tokenizers."""
         dtype = dtype or self._placement.dtype
         encoders = self._context.models.text_encoders(dtype)
         notes = stack.enter_context(encoders_placed(encoders, self._placement.device))
@@ -255,7 +254,7 @@ class TextStage(EncodingStage):
         return {**encoders, **self._context.models.tokenizers()}
 
     def _groups(self, batches: Iterable[Sequence[Task]], executor: ThreadPoolExecutor) -> Iterator[list[Item]]:
-        """The batches with their tokens, tokenized a few groups ahead."""
+        """Yield the batches with their tokens, tokenized a few groups ahead."""
         for batch, made in bounded_map(
             executor, self._tokens, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD
         ):
@@ -268,7 +267,7 @@ class TextStage(EncodingStage):
                 yield [Item(task, each) for task, each in zip(left, tokens, strict=True)]
 
     def _tokens(self, batch: Sequence[Task]) -> tuple[dict[str, Failure], Sequence[Any]]:
-        """Why texts cannot be read, by key, since a control image of theirs cannot; and the tokens of the others."""
+        """Failures, by key, of texts whose control image is unreadable, and the tokens of the other texts."""
         family = self._family
         if not family.text_reads_control:
             return {}, family.tokenize(self._parts_ahead, [task.caption for task in batch])
@@ -285,11 +284,11 @@ class TextStage(EncodingStage):
         return refused, family.tokenize_with_control(self._parts_ahead, texts, images) if texts else ()
 
     def _launch(self, models: Any, items: Sequence[Item]) -> Copies:
-        """Start a batch: what is stored of it, and flags of its problems.
+        """Start a batch: the tensors to store, and flags of their problems.
 
-        The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
+        The checks run on the device: there they are free, on the host they would take several times as long as a copy.
         """
-        recipe = items[0].task.identity.encoding.settings  # a batch has one: it is formed by it
+        recipe = items[0].task.identity.encoding.settings  # the same for the whole batch
         with inference(self._placement.device), pinned_numerics():
             tokens = [item.data for item in items]
             made = self._family.encode_text(models, tokens, recipe)
@@ -328,9 +327,9 @@ class TextStage(EncodingStage):
 
 
 def _as_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is stored of a tensor in this dtype, in float32: numbers that it has no room for are infinite.
+    """The tensor as stored in this dtype, back in float32, with infinity for values out of range.
 
-    A conversion to 16 bits makes them so; one to 8 bits makes them the largest number (torch 2.13), or NaN (before).
+    Conversion to 16 bits gives infinity itself; to 8 bits it saturates (torch 2.13) or gives NaN (before).
     """
     stored = tensor.to(dtype).float()
     return stored if dtype.itemsize > 1 else stored.masked_fill(tensor.abs() > torch.finfo(dtype).max, torch.inf)
@@ -367,7 +366,7 @@ class ImageStage(EncodingStage):
         return task.geometry is not None and task.geometry.num_frames is not None
 
     def place(self, stack: ExitStack, dtype: torch.dtype | None = None) -> Any:
-        """The VAE, and the parts that make rows of first frames."""
+        """Place the VAE and the parts that encode first frames, and return both."""
         models, device, dtype = self._context.models, self._placement.device, dtype or self._placement.dtype
         parts = models.picture_parts(dtype) if self._encodings.image.picture else {}
         for module in [models.vae(dtype), *parts.values()]:
@@ -380,7 +379,7 @@ class ImageStage(EncodingStage):
     def _groups(
         self, batches: Iterable[Sequence[Task]], executor: ThreadPoolExecutor, num_ahead: int
     ) -> Iterator[Iterator[Item]]:
-        """The batches' images, each when it is decoded, in order."""
+        """Yield the batches, each an iterator over its images, in order as they are decoded."""
         to_decode, to_encode = tee(filter(None, map(self._context.claim, batches)))
         decoded = bounded_map(executor, Task.pixels, chain.from_iterable(to_decode), num_ahead)
         for batch in to_encode:
@@ -389,7 +388,7 @@ class ImageStage(EncodingStage):
             yield self._decoded(decoded, len(batch))
 
     def _decoded(self, decoded: Iterator[tuple[Task, Future[np.ndarray]]], num_images: int) -> Iterator[Item]:
-        """The next images, without those that are refused."""
+        """The next images, without the refused ones."""
         for _ in range(num_images):
             task, future = next(decoded)
             try:
@@ -399,7 +398,7 @@ class ImageStage(EncodingStage):
             except ImageRefused as refused:
                 self._context.fail(task.key, Failure(refused.reason, refused.detail, refused.path))
                 self._context.progress.advance(1)
-                if self._context.is_stopped():  # the main thread checks only after a batch
+                if self._context.is_stopped():  # the main thread checks only after each batch
                     return
 
     # Main thread
@@ -410,7 +409,7 @@ class ImageStage(EncodingStage):
             np.stack([item.data for item in items], out=pixels.numpy())
             encodings = self._encodings
             given = self._transfer.upload(pixels)
-            kept = given[..., 3:] if given.shape[-1] > 3 else None  # of masked images: see `Task.pixels`
+            kept = given[..., 3:] if given.shape[-1] > 3 else None  # for masked images: see `Task.pixels`
             (vae, parts), family, facts = models, encodings.family, encodings.facts
             outputs = {"moments": encode_images(vae, given[..., :3], family, facts, kept=kept)}
             if items[0].task.identity.encoding.condition:
@@ -430,7 +429,7 @@ class ImageStage(EncodingStage):
     def _store(self, items: Sequence[Item], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
         context, moments = self._context, outputs["moments"]
         rest = {name: tensor for name, tensor in outputs.items() if name != "moments"}
-        encoding = items[0].task.identity.encoding  # one for the batch: see `Shape.group`
+        encoding = items[0].task.identity.encoding  # the same for the whole batch: see `Shape.group`
         computed_dtype = encoding.compute_dtype if note is None else "float32"
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
         kept = {**keep_output(moments, encoding.output, seeds), **rest}
@@ -446,13 +445,13 @@ class ImageStage(EncodingStage):
 
 
 class MaskStage:
-    """Makes masks in threads: no model takes part. At most twice as many are in memory as there are threads."""
+    """Makes masks in threads, without a model. At most two masks per thread are in memory."""
 
     def __init__(self, context: RunContext):
         self._context = context
 
     def run(self, batches: Sequence[Sequence[Task]]) -> None:
-        """Make the masks of these batches."""
+        """Make the masks in these batches."""
         context, threads = self._context, num_threads(self._context.encode)
         context.progress.start("make masks", sum(map(len, batches)))
         tasks = chain.from_iterable(filter(None, map(context.claim, batches)))

@@ -1,8 +1,8 @@
 """The plan of a run: the entries to encode, and how its ranks share them.
 
-A batch is formed over hits and misses alike, in the order of the dataset. So all ranks agree on the batches at any
-time, every miss has exactly one owner, and a run of several ranks encodes the same batches as a single process, which
-gives the same bytes.
+Batches are formed from hits and misses alike, in the order of the dataset. So all ranks agree on the batches at any
+time, every miss has exactly one owner, and several ranks encode the same batches, and so the same bytes, as a single
+process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -29,38 +29,35 @@ from latentcache.store.base import Store
 from latentcache.types import Geometry, Kind, Record
 
 TEXT_BATCH_SIZE = 16
-"""Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
-last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
-for it alone."""
+"""Captions per encoder call on an accelerator; more would gain little. On a CPU it is one, because there the last bits
+of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives for it
+alone."""
 MASK_BATCH_SIZE = 64
-"""Masks that one rank makes together."""
+"""Masks assigned to a rank together."""
 
 T = TypeVar("T")
 
 
 def num_threads(encode: EncodeConfig) -> int:
-    """The threads that `num_workers` means on this machine."""
+    """The number of threads that `num_workers` gives on this machine."""
     return (os.cpu_count() or 1) if encode.num_workers == "auto" else encode.num_workers
-
-
-_ANY_IMAGES = ImagesConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One entry to encode: an image, a control image, a mask or a text. `sample` is the first one that has it.
+    """One entry to encode: an image, a control image, a mask or a text.
 
-    Images and masks are read from `source`; of a companion `sample` is that of its own file. `is_alpha`: the mask is
-    the alpha channel of its image. `mask` is what the mask of a masked image is read of. `caption` is a text as it was
-    given, the source of whose identity is the digest of what the tokenizer gets of it. `controls` are the images that
-    are read together with a text.
+    `sample` is the first sample that has the entry; for a companion, the sample of the companion's own file. Images and
+    masks are read from `source`. With `is_alpha`, the mask is the alpha channel of its image. `mask` is the file of a
+    masked image's mask. `caption` is a text as given; its identity has the digest of what the tokenizer receives.
+    `controls` are the images that are read together with a text.
     """
 
     key: str
     identity: Identity
     sample: Sample
     source: SampleSource | None = None
-    images: ImagesConfig = _ANY_IMAGES
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     is_alpha: bool = False
     mask: Sample | None = None
     caption: str = ""
@@ -68,24 +65,24 @@ class Task:
 
     @property
     def kind(self) -> Kind:
-        """The kind of the entry."""
+        """The entry's kind."""
         return self.identity.kind
 
     @property
     def geometry(self) -> Geometry | None:
-        """The geometry of an image, a control image or a mask; None of a text."""
+        """The geometry of an image, a control image or a mask; None for a text."""
         return None if isinstance(self.identity, TextIdentity) else self.identity.preparation.geometry
 
     def record(self, **made: Any) -> Record:
-        """The record of the entry that was made of it now; `made` is what `provenance_json` takes of the making."""
+        """The record of an entry that was just made. `made` are further facts for `provenance_json`."""
         provenance = provenance_json(sample_id=self.sample.sample_id, source_path=self.sample.path, **made)
         return Record(self.key, self.kind, self.identity.to_json(), provenance)
 
     def pixels(self) -> np.ndarray:
-        """What the encoder gets: uint8 [H, W, 3]; of a clip [frames, H, W, 3]; the weights of a mask [1, h, w].
+        """The encoder's input: uint8 [H, W, 3], for a clip [frames, H, W, 3], for a mask its weights [1, h, w].
 
-        A masked image has a fourth channel: how much of each pixel is left. The bytes that are decoded are hashed, so
-        that the entry fits its key. Raises ImageRefused.
+        A masked image has a fourth channel: how much of each pixel is kept. The bytes are hashed again, so that the
+        entry always matches its key. Raises ImageRefused.
         """
         identity = self.identity
         if isinstance(identity, MaskIdentity):
@@ -104,7 +101,7 @@ class Task:
         return np.dstack([pixels, kept_by(laid, identity.masking.rule)])
 
     def _weights(self, sample: Sample, source: str) -> np.ndarray:
-        """The mask in this file, uint8 [H, W]."""
+        """Read a mask from this file: uint8 [H, W]."""
         pixels = decode(self._data(sample, source), sample.path, self.images, alpha_only=self.is_alpha)
         return pixels if self.is_alpha else luma(pixels)
 
@@ -120,9 +117,8 @@ class Task:
 class Shard:
     """Rank `rank` of `world_size` processes that share one cache.
 
-    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` distinguishes
-    one launch of the ranks from another, if the launcher names it. `local_world_size` of the ranks run on this machine;
-    None where nobody says.
+    `local_rank` chooses the device on a machine; None leaves it to torch. `launch` identifies this launch of the ranks,
+    if the launcher does. `local_world_size` is the number of ranks on this machine; None if unknown.
     """
 
     rank: int = 0
@@ -133,7 +129,7 @@ class Shard:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Shard:
-        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them; one process without them.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as set by torchrun. Defaults to a single process.
 
         Raises ConfigError.
         """
@@ -142,7 +138,7 @@ class Shard:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             text = environ.get(name)
             if text is not None and not text.isdecimal():
-                raise ConfigError(f"{text!r} is not a number; torchrun sets it, or unset it", source=name)
+                raise ConfigError(f"{text!r} is not a number; start with torchrun, or unset it", source=name)
             if text is not None:
                 numbers[name] = int(text)
         rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
@@ -153,17 +149,17 @@ class Shard:
 
 
 class Batches(Generic[T]):
-    """Collects this shard's tasks into batches. Members of a batch share their group, such as a bucket."""
+    """Collects this shard's tasks into batches. The members of a batch share a group, such as a bucket."""
 
     def __init__(self, shard: Shard):
         self._shard = shard
         self._open: dict[tuple[Hashable, int], list[T | None]] = defaultdict(list)
         self._closed: list[tuple[tuple[Hashable, int], list[T | None]]] = []
-        """Those of this shard that have a task."""
+        """Full batches of this shard that contain a task."""
         self._num_closed = 0
 
     def add(self, group: Hashable, size: int, task: T | None) -> None:
-        """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
+        """Add a member to a group with batches of `size`. None is a hit, which only takes a place."""
         members = self._open[group, size]
         members.append(task)
         if len(members) == size:
@@ -179,7 +175,7 @@ class Batches(Generic[T]):
             if len(tasks) == len(members):
                 whole.append(tasks)
             else:
-                # They are joined, or a small addition to a large dataset would be encoded one image at a time.
+                # Joined, or a small addition to a large dataset would be encoded one image at a time.
                 partial[group] += tasks
         for (_, size), tasks in partial.items():
             whole += [tasks[start : start + size] for start in range(0, len(tasks), size)]
@@ -193,30 +189,30 @@ class Batches(Generic[T]):
 
 
 class Plan:
-    """The plan of a run, which sorts entries into hits and misses.
+    """The plan of a run: sorts entries into hits and misses.
 
-    Each key counts once: equal images and equal captions are one entry. Where keys are `wanted`, all others are none.
-    The report's counts are those of the whole dataset, the batches are this shard's share.
+    Each key counts once: equal images or captions share an entry. If keys are `wanted`, all others are ignored. The
+    report's counts cover the whole dataset; the batches are this shard's share.
     """
 
     def __init__(self, store: Store, shard: Shard, report: Report | None = None, wanted: Set[str] | None = None):
         self.store, self.report, self.damaged = store, report or Report(), store.damaged()
         self.manifests: list[Manifest] = []
         self.reasons: dict[str, str] = {}
-        """Key of each miss -> why it is one."""
+        """Key of each miss -> its reason."""
         self.batches: dict[Kind, list[list[Any]]] = {}
-        """By kind, in the order in which they are encoded, each of `Task`s. `finish` makes them."""
+        """Batches of `Task`s by kind, in encoding order. Set by `finish`."""
         self._wanted = wanted
         self._seen: set[bytes] = set()
-        # The text encoders are released before the VAE needs the memory.
+        # Texts before images, because the text encoders are released before the VAE needs the memory.
         self._open: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
 
     def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
-        """Whether an entry is to be encoded, in batches of `size` from its group. Asked again, it is not.
+        """Whether an entry must be encoded. True only for the first call with a key; counts hits.
 
-        `present` has those of the chunk's keys that the store has.
+        `present` are the keys of the chunk that the store has. Batches of the group have `size` members.
         """
-        seen = bytes.fromhex(key[:30])  # 120 bits are enough, and half as many bytes of memory
+        seen = bytes.fromhex(key[:30])  # 120 bits identify a key and take less memory
         if seen in self._seen or (self._wanted is not None and key not in self._wanted):
             return False
         self._seen.add(seen)
@@ -227,7 +223,7 @@ class Plan:
         return False
 
     def add(self, task: Task, group: Hashable, size: int, num_bytes: int, reason: str) -> None:
-        """Add an entry that is to be encoded."""
+        """Add a miss."""
         report = self.report
         self.reasons[task.key] = reason
         report.misses_by_reason[reason] = report.misses_by_reason.get(reason, 0) + 1
@@ -236,7 +232,7 @@ class Plan:
         self._open[task.kind].add(group, size, task)
 
     def finish(self) -> Plan:
-        """This plan, with its batches."""
+        """Make the batches, and return the plan."""
         self.batches = {kind: batches.finish() for kind, batches in self._open.items()}
         self._open.clear()
         self._seen.clear()  # a plan is kept while its batches are encoded

@@ -1,4 +1,4 @@
-"""The places that a run reads and writes: the store, the manifests, and the memo of what it may forget."""
+"""What a run reads and writes: the store, the manifests, and the memo, which is disposable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("latentcache")
 class Workspace(AbstractContextManager["Workspace"]):
     """A store, its manifests, and the memo.
 
-    For a cache in CPU memory make one, pass it to `run_precache`, then pass its store and manifests to `LatentCache`.
+    For a cache in CPU memory, pass one to `run_precache`, then pass its store and manifests to `LatentCache`.
     """
 
     store: Store = field(default_factory=MemoryStore)
@@ -42,19 +42,18 @@ class Workspace(AbstractContextManager["Workspace"]):
         self.close()
 
     def in_use(self, *, wait: bool = False) -> AbstractContextManager[Any]:
-        """A lock for the time of a run: no process prunes or compacts the cache meanwhile. `wait` for one that does."""
+        """A lock for the duration of a run, which excludes pruning and compaction. `wait` for these to end."""
         if isinstance(self.store, DiskStore) and not self.store.read_only:
             return self.store.lock("precache", shared=True, wait=wait)
         return nullcontext()
 
     def prune(self, max_bytes: int) -> None:
-        """Remove what no manifest refers to, the longest unused first, until the packs have at most so many bytes.
+        """Evict entries that no manifest refers to, least recently used first, until the packs fit in `max_bytes`.
 
-        Where that cannot be done now, because another process works on the cache or a run is not finished, it is
-        logged, and left to the next run.
+        If another process is using the cache, or a run is unfinished, logs a warning and leaves it to the next run.
         """
         if isinstance(self.path, str):
-            logger.warning("cache.max_bytes is left to %s: run `latentcache prune` where its directory is", self.path)
+            logger.warning("cache.max_bytes is for directories, not for %s: run `latentcache prune` there", self.path)
         if not isinstance(self.store, DiskStore) or not isinstance(self.manifests, ManifestFolder):
             return
         try:
@@ -62,7 +61,7 @@ class Workspace(AbstractContextManager["Workspace"]):
                 return  # without reading the manifests
             report = prune(self.store, partial(keys_in_use, self.manifests), max_bytes=max_bytes)
         except (StoreError, DatasetError) as error:
-            logger.warning("cache.max_bytes is left to the next run: %s", error)
+            logger.warning("cache.max_bytes is deferred to the next run: %s", error)
             return
         if report.num_entries:
             removed = "cache.max_bytes: removed %d entries that no manifest refers to; the packs have %s bytes now"
@@ -80,11 +79,11 @@ class Workspace(AbstractContextManager["Workspace"]):
 
 
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
-    """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
+    """Open the workspace of this config. With `read_only`, nothing is written, and a missing cache counts as empty."""
     path = config.path
     if isinstance(path, str) and kind_of(path) == "hub":
         if not read_only:
-            raise ReadOnlyError(path, "nothing is written to the hub: precache a directory, and `hf upload` sends it")
+            raise ReadOnlyError(path, "the hub is read-only here: precache into a directory, then use `hf upload`")
         path = snapshot(path, config.local)
     if read_only and isinstance(path, Path) and not (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         return Workspace()
@@ -97,7 +96,7 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
         else:
             store, manifests = open_remote(path, read_only=read_only or None, create=True, **config.remote_options())
             stack.callback(store.close)
-            # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
+            # The memo is local to this machine: digests of its files, and failures of ranks that run on it.
             path, folder = store.url, folder_of(store.url, config.local)
             if not read_only:
                 store.check_writable()

@@ -150,7 +150,7 @@ def test_views_of_an_image_that_its_captions_are_not_read_with_are_refused(
 ) -> None:
     """A mirrored sample would have the rows of a text that was read with the control image as it was."""
     models, [name], config = loaded_models(EDIT, parts), views, edit_config(tmp_path, **views)
-    with pytest.raises(ConfigError, match=f"control images of one view.*remove {name} of dataset photos") as raised:
+    with pytest.raises(ConfigError, match=f"control images of one view.*remove {name} from dataset photos") as raised:
         run_precache(config, models=models)
     assert raised.value.key == f"datasets.{name}"
     config = config.model_copy(update={"encode": config.encode.model_copy(update={"text": "none"})})

@@ -91,7 +91,7 @@ def test_control_images_that_nobody_reads_are_refused(folder: Path, script: Any)
     config = config_of(folder, "sdxl")
     report = run_precache(config)
     assert report.num_refused == 0, "the user's own code may read them"
-    note = "pairs: control images are cached for code of your own: the denoiser of sdxl does not read them"
+    note = "pairs: control images are cached for your own code only: the denoiser of sdxl"
     assert f"note      {note}" in report.to_text()
 
     options = script.Options(out=folder / "lora", device="cpu")
