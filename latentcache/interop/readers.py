@@ -111,7 +111,7 @@ def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch
 
 
 def flaw_of(tensor: torch.Tensor) -> str | None:
-    """Why a tensor is unusable: `nan`, `inf` or `all-zero`. `models.vae.problems` does the same but needs diffusers."""
+    """What makes a tensor unusable: `nan`, `inf` or `all-zero`. Like `models.vae.problem_names`, without diffusers."""
     if not tensor.isfinite().all():
         return "nan" if tensor.isnan().any() else "inf"
     return None if tensor.any() else "all-zero"

@@ -144,7 +144,7 @@ def test_batches_and_denoisers_have_to_fit(run: FamilyRun) -> None:
     batch = run.batch([TEXT])
     for name, message in (
         ("condition", "the batch has no condition, the latents of first frames; precache clips as"),
-        ("image_embeds", "takes image_embeds of first frames, and the batch has none; precache with a"),
+        ("image_embeds", "takes image_embeds of first frames, but the batch has none; precache with a"),
     ):
         with pytest.raises(ModelError, match=message):
             FAMILY.predict(run.denoiser, noisy, timestep, {key: batch[key] for key in batch if key != name})
