@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from helpers.photo_files import write_photos
@@ -17,14 +17,11 @@ from hypothesis import settings
 from latentcache.cli.app import main
 from latentcache.config import Config
 
-if TYPE_CHECKING:
-    from helpers.swift_server import SwiftServer
-
-# A machine that does other work too takes longer for an example now and then: that says nothing about the code.
+# On a busy machine an example can take longer, which says nothing about the code.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell of a background job passes this on
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from the shell of a background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -33,9 +30,9 @@ REMOTE_TESTS = ("tests/buckets/", "tests/scaleout/")
 OTHER_LANES = ("page", "bench", "soak", "sim")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a server process belongs to a lane of its own: each takes seconds to start."""
+    """Put tests that need a server process in their own lanes: a server takes seconds to start."""
     for item in items:
         if any(map(item.get_closest_marker, OTHER_LANES)):
             continue
@@ -47,15 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's own variables must not change what the tests see."""
+    """Ignore the developer's own environment variables."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")
-def swift() -> Iterator[SwiftServer]:
+def swift() -> Iterator[Any]:
     """A real S3 server with a bucket named `tests`."""
-    from helpers.swift_server import swift_serving  # needs packages that most tests do without
+    from helpers.swift_server import swift_serving  # needs packages that other tests do not
 
     with swift_serving() as server:
         server.make_bucket("tests")
@@ -70,14 +67,14 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_config(tmp_path: Path, photos: Path) -> Callable[..., Config]:
-    """A config over `photos` with the tiny model. Changes go by dotted name: make_config(**{"encode.clip_skip": 1})."""
+    """Make a config of `photos` with the tiny model and changed settings: make_config(**{"encode.clip_skip": 1})."""
     return partial(tiny_config, tmp_path)
 
 
 @pytest.fixture
 def config(make_config: Callable[..., Config]) -> Config:
-    """The config of `make_config`, and its cache filled."""
-    from latentcache.precache.run import run_precache  # imports torch, which most tests do without
+    """The config of `make_config`, with its cache filled."""
+    from latentcache.precache.run import run_precache  # imports torch, which most tests do not need
 
     config = make_config()
     run_precache(config)
@@ -86,7 +83,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line: exit code, stdout, stderr."""
+    """Run a command: exit code, stdout, stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         code = main([str(argument) for argument in arguments])
@@ -98,13 +95,25 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 @pytest.fixture
 def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, Any]]:
-    """Run the command line with --json: exit code and document."""
+    """Run a command with --json: exit code and document."""
 
     def run_json(*arguments: object) -> tuple[int, Any]:
         code, out, _ = run(*arguments, "--json")
         return code, json.loads(out)
 
     return run_json
+
+
+@pytest.fixture
+def run_ok(run_json: Callable[..., tuple[int, Any]]) -> Callable[..., Any]:
+    """Run a command with --json that has to succeed, and return its document."""
+
+    def run_ok(*arguments: object) -> Any:
+        code, document = run_json(*arguments)
+        assert code == 0, document
+        return document
+
+    return run_ok
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The package as a whole: its public names, its imports, and the layers that the design draws."""
+"""The package as a whole: public names, imports and layers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-"""Design 3: imports go down only. A package of a layer may import itself and lower layers. Validation is above
-loading and precache: it reads cached batches, and fills a validation set that is not cached yet."""
+"""A folder imports only itself and lower layers. Validation is above loading and precache, because it reads cached
+batches and fills a validation set that is not cached yet."""
 
 MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
-"""`latentcache/__init__.py` holds the version. It names the modules above it for type checkers, and when asked."""
+"""Exceptions: `latentcache/__init__.py` has the version, and imports the layers above it lazily."""
 
 OWNERS = {
     "diskcache": ("store/index.py",),
@@ -72,7 +72,7 @@ def tree_of(module: Path) -> ast.Module:
 
 
 def imports_of(module: Path) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything that a module imports."""
+    """Yield the line and full name of each import of a module."""
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -90,7 +90,7 @@ def layer_of(name: str) -> int:
     return found[0]
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_go_down_only():
     for module, line, name in IMPORTS:
         own, parts = module.parts[0].removesuffix(".py"), name.split(".")
         if parts[0] != "latentcache":
@@ -103,7 +103,7 @@ def test_imports_go_down_only() -> None:
         assert layer_of(other) < layer_of(own), f"{module}:{line} imports {name}, which is not below {own}"
 
 
-def test_heavy_packages_have_one_owner() -> None:
+def test_heavy_packages_have_one_owner():
     for module, line, name in IMPORTS:
         root = name.split(".")[0]
         assert root not in FORBIDDEN, f"{module}:{line} imports {name}"
@@ -111,7 +111,7 @@ def test_heavy_packages_have_one_owner() -> None:
             assert str(module).startswith(OWNERS[root]), f"{module}:{line}: {root} belongs to {OWNERS[root]}"
 
 
-def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda() -> None:
+def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda():
     for module in MODULES:
         for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.Attribute):
@@ -121,14 +121,14 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda() -> None:
                 called = ast.unparse(node.func)
                 assert called not in {"eval", "exec"}, f"{module}:{node.lineno}: {called}"
                 if called == "torch.load":
-                    # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
+                    # Other trainers' checkpoints and caches are pickles: only these read them, with weights_only.
                     restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                     readers = {"checkpoints/checkpoint.py", "interop/readers.py"}
                     assert str(module) in readers, f"{module}:{node.lineno}: {called}"
                     assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
 
 
-def test_every_package_that_is_imported_is_declared() -> None:
+def test_every_package_that_is_imported_is_declared():
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     declared = {re.split(r"[^A-Za-z0-9_-]", line)[0].lower().replace("-", "_") for line in lines}
     roots = {name.split(".")[0] for _, _, name in IMPORTS} - {"latentcache"}
@@ -137,7 +137,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
     assert undeclared <= {"pillow_jxl", "wandb"}, undeclared
 
 
-def test_it_asks_for_no_newer_python_than_it_says() -> None:
+def test_it_asks_for_no_newer_python_than_it_says():
     oldest = PROJECT["requires-python"].removeprefix(">=")
     options = ("--quiet", "--no-tips", "--violations", f"--target={oldest}-")
     command = [str(Path(sys.executable).with_name("vermin")), *options, str(PACKAGE)]
@@ -145,7 +145,7 @@ def test_it_asks_for_no_newer_python_than_it_says() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_public_names_are_alphabetical_and_those_that_type_checkers_see() -> None:
+def test_public_names_are_alphabetical_and_those_that_type_checkers_see():
     tree = tree_of(Path("__init__.py"))
     checked = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {"__version__"}
@@ -161,7 +161,7 @@ def test_public_names_are_alphabetical_and_those_that_type_checkers_see() -> Non
 
 
 def shown_code() -> Iterator[tuple[str, str]]:
-    """Name and Python source of what users read: README, docs, examples and the training scripts."""
+    """Yield name and Python code of what users read: README, docs, examples and training scripts."""
     root = PACKAGE.parent
     for path in (*root.glob("examples/*.py"), *root.glob("scripts/train_lora*.py"), root / "scripts/quickstart.py"):
         yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def shown_code() -> Iterator[tuple[str, str]]:
             yield f"{path.relative_to(root)}, block {number}", block
 
 
-def test_what_users_read_imports_public_names_only() -> None:
+def test_what_users_read_imports_public_names_only():
     allowed = ("latentcache.integrations.", "latentcache.models.tiny.", "latentcache.scaleout.ray.")
     for shown_in, code in shown_code():
         for node in ast.walk(ast.parse(code)):
@@ -181,10 +181,7 @@ def test_what_users_read_imports_public_names_only() -> None:
                 assert is_public, f"{shown_in} imports {name}, which is not public"
 
 
-# Errors as other processes get them: of a DataLoader's worker, of a cluster.
-
-
-def test_errors_travel_whole() -> None:
+def test_errors_travel_whole():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LatentCacheError)]
     assert len(kinds) > 20
     for kind in kinds:

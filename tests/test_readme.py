@@ -1,4 +1,4 @@
-"""What README, docs and examples show works as it is shown, after the quickstart; and the site builds."""
+"""The code in README, docs and examples works after the quickstart, and the site builds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from helpers.serving import serving
 from PIL import Image
 
 import latentcache
-from latentcache import Config, LatentCache, load_config
+from latentcache import LatentCache, load_config
 from latentcache.config_file import parse_config
 from latentcache.precache.run import run_precache
 
@@ -35,38 +35,33 @@ PAGES = sorted(
 )
 SERVICE_PAGE = "docs/guide/service.md"
 EXPORTS_PAGE = "docs/howto/import-export.md"
-"""Its Python needs other people's libraries."""
-
-
-class Quickstart(NamedTuple):
-    folder: Path
-    module: Any
-    document: dict[str, Any]
+"""Its Python needs third-party libraries."""
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    """A folder as a user has it after the quickstart: photos, configs, and a cache of all photos; and what it said."""
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A user's `folder` after the quickstart, with photos, configs and cache; the `module`, and its `document`."""
     folder = tmp_path_factory.mktemp("quickstart")
     (folder / "configs").symlink_to(ROOT / "configs")
     (earlier := folder / "cache" / "quickstart-lora").mkdir(parents=True)
-    (earlier / "checkpoint.pt").touch()  # an earlier run is in nobody's way
+    (earlier / "checkpoint.pt").touch()  # an earlier run must not get in the way
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         patch.chdir(folder)
         import quickstart
 
         document = quickstart.run(load_config("configs/quickstart.yaml"))
-    return Quickstart(folder, quickstart, json.loads(json.dumps(document, allow_nan=False)))
+    document = json.loads(json.dumps(document, allow_nan=False))
+    return SimpleNamespace(folder=folder, module=quickstart, document=document)
 
 
 @pytest.fixture
-def in_quickstart(quickstart: Quickstart, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_quickstart(quickstart: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(quickstart.folder)
     return quickstart.folder
 
 
-def test_what_the_quickstart_says_is_so(quickstart: Quickstart, in_quickstart: Path) -> None:
+def test_what_the_quickstart_says_is_so(quickstart, in_quickstart):
     document, captions, held_out = quickstart.document, set(quickstart.module.CAPTIONS), quickstart.module.HELD_OUT
     first, second = document["passes"]
     assert (first["num_hits"], first["num_encoded"]) == (0, 37)
@@ -91,7 +86,7 @@ def test_what_the_quickstart_says_is_so(quickstart: Quickstart, in_quickstart: P
 
 
 def run_blocks(page: str, replaced: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Run the Python of a page, with some texts in it replaced."""
+    """Run the Python code of a page, with some texts replaced."""
     names = {"__name__": "docs"}
     for block in re.findall(BLOCKS, (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
         for shown, real in replaced.items():
@@ -102,14 +97,14 @@ def run_blocks(page: str, replaced: Mapping[str, str] = MappingProxyType({})) ->
 
 @pytest.mark.usefixtures("in_quickstart")
 @pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page not in (SERVICE_PAGE, EXPORTS_PAGE))])
-def test_python_in_docs_runs(page: str) -> None:
+def test_python_in_docs_runs(page):
     run_blocks(page)
 
 
 @pytest.mark.remote
 @pytest.mark.filterwarnings("ignore")
-def test_datasets_loads_the_parquet_file(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    config = make_config(**{"cache.path": tmp_path / "cache/quickstart"})  # where the recipe has its
+def test_datasets_loads_the_parquet_file(make_config, tmp_path):
+    config = make_config(**{"cache.path": tmp_path / "cache/quickstart"})  # where the recipe expects it
     run_precache(config)
     parquet, *_ = re.findall(BLOCKS, (ROOT / EXPORTS_PAGE).read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "program.py").write_text(parquet)
@@ -133,18 +128,18 @@ YAMLS = re.findall(r"```yaml\n(.*?)```", RECIPES, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("text", YAMLS, ids=lambda text: text.split()[-1])
-def test_the_configs_of_recipes_are_valid(text: str) -> None:
+def test_the_configs_of_recipes_are_valid(text):
     photos = {"name": "photos", "source": {"kind": "folder", "path": "photos"}}
     whole = {"cache": {"path": "cache"}, "datasets": [photos], "model": {"path": "tiny"}}
     parse_config(whole | yaml.safe_load(text))
 
 
-def test_the_loss_of_preferences_prefers_the_winner() -> None:
+def test_the_loss_of_preferences_prefers_the_winner():
     [code] = [block for block in re.findall(BLOCKS, RECIPES, flags=re.DOTALL) if "def preference_loss" in block]
     names: dict[str, Any] = {"torch": torch}
     exec(compile(code, "recipes", "exec"), names)
     batch = {"latents": torch.ones(2, 4, 8, 8), "control_latents_1": torch.zeros(2, 4, 8, 8)}
-    share = torch.tensor(0.0, requires_grad=True)  # how much the model is better at the winner, which is all ones
+    share = torch.tensor(0.0, requires_grad=True)  # how much better the model is at the winner, which is all ones
 
     def errors(model: str, noisy: torch.Tensor) -> torch.Tensor:
         means = noisy.mean((1, 2, 3))
@@ -155,9 +150,7 @@ def test_the_loss_of_preferences_prefers_the_winner() -> None:
     assert loss.item() == pytest.approx(math.log(2)) and share.grad is not None and share.grad < 0
 
 
-def test_what_reads_from_a_service_runs(
-    in_quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_reads_from_a_service_runs(in_quickstart, monkeypatch, capsys):
     cache, config = in_quickstart / "cache" / "quickstart", "configs/quickstart.yaml"
     with serving(cache, "--encode", config, writes=False) as server:
         run_blocks(SERVICE_PAGE, {"http://encoders:8765": server.url, 'token="..."': f"token={server.token!r}"})
@@ -169,7 +162,7 @@ def test_what_reads_from_a_service_runs(
 
 
 @pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "train_one_encoder", "validate_in_loop"])
-def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(name, in_quickstart, capsys):
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
     if name == "own_trainer":
@@ -184,13 +177,13 @@ def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixt
         assert out.count("images, plot and metrics.json:") == 2
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
+def test_links_of_the_readme_lead_somewhere():
     for page in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8")):
             assert (ROOT / target).exists(), f"{page} links to {target}"
 
 
-def test_the_site_builds(tmp_path: Path) -> None:
+def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     # Material for MkDocs would advertise its successor.
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
@@ -199,13 +192,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "architecture" / "index.html").exists()
 
 
-def test_the_api_page_has_all_public_names() -> None:
+def test_the_reference_is_that_of_the_code(monkeypatch):
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: latentcache\.(\w+)$", page, flags=re.MULTILINE)
     assert sorted(shown) == sorted(set(latentcache.__all__) - {"__version__", "errors"})
 
-
-def test_the_reference_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import make_reference
 

@@ -1,7 +1,4 @@
-"""The example of a training script: it trains, validates and resumes bit by bit.
-
-That its LoRA can be used: tests/families/test_configs.py.
-"""
+"""The training script trains, validates and resumes bit by bit. tests/families/test_configs.py uses its LoRA."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ FLAGS = {"steps": NUM_STEPS, "rank": 2, "learning_rate": 1e-2, "batch_size": 2, 
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Two training sets and a held-out one, of which only the training sets are cached. Tests read the cache only."""
+    """Two cached training sets, and a held-out set that is not cached. Tests must not write to the cache."""
     folder = tmp_path_factory.mktemp("photos")
     for number in range(7):
         size = (80, 144) if number % 3 else (144, 80)
@@ -59,7 +56,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def training_only(config: Config) -> Config:
-    """The same without anything to validate."""
+    """The same config, with nothing to validate."""
     validation = config.validation.model_copy(update={"prompts": ()})
     datasets = tuple(dataset for dataset in config.datasets if dataset.role == "train")
     return config.model_copy(update={"datasets": datasets, "validation": validation})
@@ -67,7 +64,7 @@ def training_only(config: Config) -> Config:
 
 @pytest.fixture
 def cold(cached: Config, tmp_path: Path) -> Config:
-    """The same with a copy of the cache, to fill."""
+    """The same config, with a copy of the cache to fill."""
     shutil.copytree(cached.cache.path, tmp_path / "cache")
     validation = cached.validation.model_copy(update={"path": tmp_path / "validation"})
     cache = cached.cache.model_copy(update={"path": tmp_path / "cache"})
@@ -80,27 +77,24 @@ def options(script: ModuleType, tmp_path: Path) -> Any:
 
 
 class Outcome:
-    """A run: its result, and all that it trained and drew."""
+    """A run: its result, and everything that it trained and drew."""
 
     def __init__(self, script: ModuleType, config: Config, options: Any):
-        built: list[Any] = []
+        make = script.Training
 
-        class Kept(script.Training):  # type: ignore[misc, name-defined]
-            def __init__(self, *arguments: Any):
-                super().__init__(*arguments)
-                built.append(self)
+        def kept(*arguments: Any) -> Any:
+            self.training = make(*arguments)
+            return self.training
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(script, "Training", Kept)
+        with patch.object(script, "Training", kept):
             self.result = script.train(config, options)
-        [self.training] = built
         parts = (self.training.denoiser, self.training.optimizer, self.training.scaler)
         drawn = [torch.get_rng_state(), self.training.generator.get_state()]
         self.leaves = dict(tree_leaves_with_path([[part.state_dict() for part in parts], drawn]))
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
-    """To the last bit: weights, optimizer, scaler, random streams."""
+    """Weights, optimizer, scaler and RNGs are bit-identical."""
     assert found.leaves.keys() == expected.leaves.keys()
     for path, ours in found.leaves.items():
         theirs = expected.leaves[path]
@@ -109,11 +103,11 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def whole(script: ModuleType, cached: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A run without validation and without a break."""
+    """A run without validation or interruption."""
     return Outcome(script, training_only(cached), script.Options(**FLAGS, out=tmp_path_factory.mktemp("whole")))
 
 
-def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
+def test_a_run_trains_the_lora_alone(whole):
     result = whole.result
     assert (result["step"], result["resumed_from"], result["interrupted"]) == (NUM_STEPS, 0, False)
     assert len(result["losses"]) == len(set(result["losses"])) == NUM_STEPS
@@ -127,9 +121,7 @@ def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
-def test_a_resumed_run_is_as_one_without_a_break(
-    script: ModuleType, cached: Config, options: Any, tmp_path: Path, mixed_precision: str, whole: Outcome
-) -> None:
+def test_a_resumed_run_is_as_one_without_a_break(script, cached, options, tmp_path, mixed_precision, whole):
     config, options, stop = training_only(cached), replace(options, mixed_precision=mixed_precision), threading.Event()
     if mixed_precision == "no":
         stop.set()
@@ -138,7 +130,7 @@ def test_a_resumed_run_is_as_one_without_a_break(
     else:
         whole = Outcome(script, config, replace(options, out=tmp_path / "whole"))
         first = script.train(config, replace(options, steps=3))
-    # Another use of the process in between leaves other random streams.
+    # Other code in the process leaves the RNGs in another state.
     torch.manual_seed(99)
     resumed = Outcome(script, config, replace(options, resume=True))
     assert resumed.result["resumed_from"] == first["step"]
@@ -146,9 +138,7 @@ def test_a_resumed_run_is_as_one_without_a_break(
     assert_equal(resumed, whole)
 
 
-def test_validation_in_the_middle_changes_no_bit(
-    script: ModuleType, cold: Config, options: Any, whole: Outcome
-) -> None:
+def test_validation_in_the_middle_changes_no_bit(script, cold, options, whole):
     validated = Outcome(script, cold, replace(options, validate_every=3))
     assert_equal(validated, whole)
     assert validated.result["losses"] == whole.result["losses"]
@@ -159,25 +149,20 @@ def test_validation_in_the_middle_changes_no_bit(
     assert found[0]["loss"] != found[1]["loss"]
     for each in found:
         assert Path(each["grid"]).is_file() and Path(each["plot"]).is_file()
-    # Now all is cached, and no encoder is loaded.
+    # Everything is cached now, so that no encoder is loaded.
     training = script.Training(cold, replace(options, out=options.out / "again"))
     assert training.parts.keys() - {"optimizer", "scaler", "scheduler"} == {"unet", "vae"}
     assert training.phases.current == "train"
 
 
-def test_a_failed_last_validation_does_not_cost_the_lora(
-    script: ModuleType, cold: Config, options: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(runner: Any, step: int) -> None:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr(script, "validate", fail)
+def test_a_failed_last_validation_does_not_cost_the_lora(script, cold, options, monkeypatch):
+    monkeypatch.setattr(script, "validate", Mock(side_effect=StoreError("the disk is full")))
     with pytest.raises(StoreError, match="the disk is full"):
         script.train(cold, replace(options, steps=1))
     assert (options.out / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_the_loss(script: ModuleType, cached: Config, options: Any) -> None:
+def test_the_loss(script, cached, options):
     training, seen = script.Training(training_only(cached), options), {}
     with training.loader as loader:
         batch = next(batch for batch in loader if len(batch["sample_id"]) == 2)
@@ -187,9 +172,9 @@ def test_the_loss(script: ModuleType, cached: Config, options: Any) -> None:
         training.generator.set_state(state)
         return float(training.loss(batch | {"loss_weight": torch.tensor(weights)}).item())
 
-    # Rows count as their datasets say.
+    # Rows are weighted by their datasets' loss_weight.
     assert loss(1.0, 0.0) > 0 and loss(1.0, 0.0) + loss(0.0, 1.0) == pytest.approx(loss(1.0, 1.0))
-    # The target is what the scheduler's config says.
+    # The target follows the scheduler's config.
     training.denoiser.register_forward_hook(lambda module, given, output: seen.update(output=output[0]))
     for prediction_type in ("epsilon", "v_prediction"):
         scheduler = DDPMScheduler.from_config(training.scheduler.config, prediction_type=prediction_type)
@@ -202,9 +187,7 @@ def test_the_loss(script: ModuleType, cached: Config, options: Any) -> None:
         assert found == pytest.approx((seen["output"] - target).square().mean().item())
 
 
-def test_the_choices_of_a_config_are_those_of_the_training(
-    script: ModuleType, cold: Config, options: Any, monkeypatch: Any
-) -> None:
+def test_the_choices_of_a_config_are_those_of_the_training(script, cold, options, monkeypatch):
     """Captions, flips, crops and long prompts; a dropped caption is zeros."""
     settings = training_only(cold).model_dump(mode="json", exclude_unset=True)
     settings["datasets"][1] |= {"flip": True, "variations": 3, "buckets": {"area": 64 * 64, "step": 64}, "repeats": 8}
@@ -216,7 +199,7 @@ def test_the_choices_of_a_config_are_those_of_the_training(
     loss = script.Training.loss
 
     def watched(training: Any, batch: dict[str, Any]) -> Any:
-        assert len(training.dataset) == 3 + 8 * 2, "and not twice as many, of both sides"
+        assert len(training.dataset) == 3 + 8 * 2, "not twice as many, as with both flips"
         seen.extend(zip(*(batch[name] for name in names), strict=True))
         return loss(training, batch)
 
@@ -231,7 +214,7 @@ def test_the_choices_of_a_config_are_those_of_the_training(
     assert len(crops) > len({sample_id for sample_id, _ in crops})
 
 
-def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: Any) -> None:
+def test_what_is_missing_is_encoded(script, cold, options):
     config = training_only(cold)
     run_precache(config)
     with LatentCache(config.cache) as cache:
@@ -242,9 +225,7 @@ def test_what_is_missing_is_encoded(script: ModuleType, cold: Config, options: A
         assert cache.store.find(keys) == set(keys)
 
 
-def test_settings_that_do_not_fit_are_refused(
-    script: ModuleType, cached: Config, options: Any, tmp_path: Path, make_config: Callable[..., Config]
-) -> None:
+def test_settings_that_do_not_fit_are_refused(script, cached, options, tmp_path, make_config):
     def refused(config: Config, error: type[Exception], message: str, **changes: Any) -> None:
         with pytest.raises(error, match=message):
             script.train(config, replace(options, **changes))
@@ -258,8 +239,7 @@ def test_settings_that_do_not_fit_are_refused(
     refused(alone, ConfigError, r"encode\.text is none")
     refused(config, ConfigError, "nothing to validate", validate_every=1)
     refused(config, ConfigError, "at least 1", steps=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
+    with patch.dict(os.environ, WORLD_SIZE="2"):
         refused(config, ConfigError, "without torchrun")
     refused(config, CheckpointError, "there is no such file", resume=True)
     script.train(config, replace(options, steps=1))
@@ -269,9 +249,7 @@ def test_settings_that_do_not_fit_are_refused(
     )
 
 
-def test_the_command_line_stops_on_a_signal_and_goes_on(
-    script: ModuleType, cached: Config, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_the_command_line_stops_on_a_signal_and_goes_on(script, cached, tmp_path, monkeypatch, capsys):
     (file := tmp_path / "config.json").write_text(training_only(cached).model_dump_json())
     command = [str(script.__file__), str(file), "--out", str(tmp_path / "run"), "--device", "cpu", "--rank=2", "--json"]
     endless, pipe = [sys.executable, *command, "--steps", str(10**6)], subprocess.PIPE

@@ -79,10 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13  # SIGPIPE, which Windows does not define
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG):  # of a path that was given
-            print(f"latentcache: {error.filename}: {error.strerror}", file=sys.stderr)
-        else:
-            # A bug. Python's exit code 1 would mean "finished, but found damage" here.
-            logger.exception("this is a bug in latentcache; please report it")
+            text = f"{error.filename}: {error.strerror}"
+            print(f"latentcache: {text}", file=sys.stderr)
+            return fail(error, as_json, text)
+        # A bug. Python's exit code 1 would mean "finished, but found damage" here.
+        logger.exception("this is a bug in latentcache; please report it")
         return fail(error, as_json)
 
 

@@ -33,7 +33,7 @@ def foreign(photos: Path) -> Path:
 
 
 @pytest.fixture
-def exported(make_config: Any, photos: Path, tmp_path: Path, run_json: Any) -> Config:
+def exported(make_config: Any, photos: Path, tmp_path: Path, run_ok: Any) -> Config:
     """A config whose cache holds means of latents and long texts, and kohya's files of it next to the photos."""
     (photos / "a.txt").write_text("a red house\n")  # kohya has one caption for an image
     (photos / "b.txt").write_text("long words " * 60)
@@ -43,8 +43,8 @@ def exported(make_config: Any, photos: Path, tmp_path: Path, run_json: Any) -> C
     dataset = {"datasets.0.flip": True, "datasets.0.buckets": buckets, "validation.path": tmp_path / "validation"}
     config: Config = make_config(**changes, **small, **dataset)
     run_precache(config)
-    code, report = run_json("export", "kohya", photos, "--cache", config.cache.path)
-    assert code == 0 and (report["num_images"], report["num_texts"], report["num_files"]) == (10, 5, 10)
+    report = run_ok("export", "kohya", photos, "--cache", config.cache.path)
+    assert (report["num_images"], report["num_texts"], report["num_files"]) == (10, 5, 10)
     return config
 
 
@@ -56,92 +56,67 @@ def config_file(config: Config, file: Path, **cache: Any) -> Path:
     return file
 
 
-def test_import_tells_what_it_did(foreign: Path, tmp_path: Path, run: Any, run_json: Any) -> None:
+def test_import(foreign, tmp_path, make_config, run, run_ok):
     (foreign / latents_name("d", 80, 144)).write_bytes(b"PK")
     cache = tmp_path / "imported"
-    code, report = run_json("import", "kohya", foreign, "--cache", cache)
-    assert code == 0 and (report["name"], report["num_samples"], report["cache"]) == ("kohya", 2, str(cache))
+    report = run_ok("import", "kohya", foreign, "--cache", cache)
+    assert (report["name"], report["num_samples"], report["cache"]) == ("kohya", 2, str(cache))
     assert [refusal["reason"] for refusal in report["refused"]] == ["corrupt"]
     code, out, _ = run("import", "kohya", foreign, "--cache.path", cache, "--name", "again", "--strict")
     assert code == 1 and "2 samples from kohya as again" in out and "d_0080x0144_sdxl.npz: corrupt" in out
-    code, status = run_json("status", cache)
+    status = run_ok("status", cache)
     named = [(each["name"], each["imported_from"], each["num_unverified"]) for each in status["manifests"]]
     assert named == [("again", "kohya", 2), ("kohya", "kohya", 2)]
     assert status["store"]["num_entries"] == {"image": 2, "text": 2}, "nothing is stored twice"
 
-
-def test_import_takes_name_role_and_repeats_from_the_config(
-    foreign: Path, tmp_path: Path, make_config: Any, run_json: Any
-) -> None:
+    # Name, role, repeats and weight are those of the config's dataset.
     config = make_config(**{"datasets.0.role": "validation", "datasets.0.repeats": 3, "datasets.0.loss_weight": 0.5})
     file = config_file(config, tmp_path / "config.json")
-    for flags, expected in [
-        ((), ("photos", "validation", 3, 0.5)),
-        (("--name", "other"), ("other", "train", 1, 1.0)),
-    ]:
-        assert run_json("import", "kohya", foreign, "--config", file, *flags)[0] == 0
+    for flags, *expected in ([], "photos", "validation", 3, 0.5), (["--name", "other"], "other", "train", 1, 1.0):
+        run_ok("import", "kohya", foreign, "--config", file, *flags)
         found = ManifestFolder(tmp_path / "imported" / "manifests").read(expected[0])
-        assert found is not None and (found.name, found.role, found.repeats, found.loss_weight) == expected
+        assert found is not None and [found.name, found.role, found.repeats, found.loss_weight] == expected
 
 
-def test_what_cannot_be_imported_says_what_to_do(
-    foreign: Path, tmp_path: Path, make_config: Any, monkeypatch: pytest.MonkeyPatch, run: Any
-) -> None:
-    config_file(make_config(), tmp_path / "c.json")
-    monkeypatch.chdir(tmp_path)
-    for command, message in (
-        ("simpletuner . --cache x", "--images"),
-        ("kohya photos", "which cache? Give its directory"),
-        ("kohya photos --cache x --verify 3", "--verify encodes entries again: give --config"),
-        ("kohya photos --cache x --name ../x", "the name is '../x'"),
-        ("kohya none --cache x", "is not a folder"),
-    ):
-        code, _, err = run("import", *command.split())
-        assert code == 2 and message in err, command
-
-
-def test_export_needs_a_dataset_and_trust(foreign: Path, tmp_path: Path, run: Any, run_json: Any) -> None:
+def test_export_needs_a_dataset_and_trust(foreign, tmp_path, run, run_ok):
     cache, out = tmp_path / "imported", tmp_path / "out"
     for name in ("one", "two"):
         run("import", "kohya", foreign, "--cache", cache, "--name", name)
+    code, _, err = run("import", "kohya", foreign, "--cache", cache, "--name", "../x")
+    assert code == 2 and "the name is '../x'" in err
     code, _, err = run("export", "kohya", out, "--cache", cache)
     assert code == 2 and "Give --manifest; the cache has: one, two" in err
     for name, message in (("none", "no manifest 'none'"), ("one", "is unverified")):
         code, _, err = run("export", "kohya", out, "--cache", cache, "--manifest", name)
         assert code == 2 and message in err and not out.exists()
-    code, report = run_json("export", "kohya", out, "--cache", cache, "--manifest", "one", "--unverified")
-    assert code == 0 and report["num_images"] == 2
+    assert run_ok("export", "kohya", out, "--cache", cache, "--manifest", "one", "--unverified")["num_images"] == 2
     code, out_text, _ = run("export", "kohya", out, "--cache", cache, "--manifest", "two", "--unverified", "--strict")
     assert code == 1 and "skipped   4" in out_text
 
 
-def test_export_skips_what_lies_in_other_buckets_than_those_of_the_training(
-    config: Config, tmp_path: Path, run: Any, run_json: Any
-) -> None:
+def test_export_skips_what_lies_in_other_buckets_than_those_of_the_training(config, tmp_path, run, run_ok):
     """A released kohya looks at no shape: its training ends when a batch has two."""
     flags = ("export", "kohya", tmp_path / "out", "--cache", config.cache.path, "--buckets")
     training = "resolution=128, step=32, min_side=32"
-    code, report = run_json(*flags, training)
-    assert code == 0 and (report["num_images"], report["num_texts"], report["num_other_buckets"]) == (0, 5, 5)
+    report = run_ok(*flags, training)
+    assert (report["num_images"], report["num_texts"], report["num_other_buckets"]) == (0, 5, 5)
     assert [each["reason"] for each in report["skipped"]] == ["other-bucket"] * 5
     assert report["buckets"]["resolution"] == 128 and report["buckets"]["upscale"] is True
     # The newer names have the resolution, which kohya looks for: it encodes such images again.
-    code, report = run_json(*flags, training, "--with-resolution", "--overwrite")
+    report = run_ok(*flags, training, "--with-resolution", "--overwrite")
     assert (report["num_images"], report["num_other_buckets"], report["skipped"]) == (5, 5, [])
     assert report["notes"][kohya.NOTE_ENCODED_AGAIN] == 5
     code, _, err = run(*flags, "area=9216")
     assert code == 2 and "--buckets" in err and "area is not a setting of rule kohya" in err
 
 
-def test_an_export_that_lacks_entries_is_no_success(
-    config: Config, photos: Path, tmp_path: Path, run_json: Any
-) -> None:
+def test_an_export_that_lacks_entries_is_no_success(config, photos, tmp_path, run_json, run_ok):
     """A refused sample is the user's to judge; an entry that cannot be read is damage."""
     (photos / "broken.png").write_bytes(b"\x89PNG")
     run_precache(config)
     flags = ("--cache", config.cache.path)
-    code, report = run_json("export", "webdataset", tmp_path / "refused", *flags)
-    assert code == 0 and [each["sample_id"] for each in report["skipped"]] == ["broken.png"]
+    report = run_ok("export", "webdataset", tmp_path / "refused", *flags)
+    assert [each["sample_id"] for each in report["skipped"]] == ["broken.png"]
     assert run_json("export", "webdataset", tmp_path / "strict", *flags, "--strict")[0] == 1
     with LatentCache(config.cache.path) as cache:
         cache.store.remove([cache.manifest("photos").rows["a.png"].images[0].key])
@@ -149,7 +124,7 @@ def test_an_export_that_lacks_entries_is_no_success(
     assert code == 1 and report["num_unread"] == 1 and len(report["skipped"]) == 2
 
 
-def test_verify_says_how_entries_differ(exported: Config, photos: Path, tmp_path: Path, run_json: Any) -> None:
+def test_verify_says_how_entries_differ(exported, photos, tmp_path, run_json):
     file = config_file(exported, tmp_path / "config.json")
     flags = ("import", "kohya", photos, "--config", file, "--no-scale-check", "--verify", "all")
     code, report = run_json(*flags)
@@ -164,9 +139,7 @@ def test_verify_says_how_entries_differ(exported: Config, photos: Path, tmp_path
         assert arrays["hidden_state1"].shape[0] == arrays["hidden_state2"].shape[0] == 227
 
 
-def test_training_on_an_import_is_training_on_what_was_exported(
-    script: Any, exported: Config, photos: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_training_on_an_import_is_as_on_what_was_exported(script, exported, photos, tmp_path, run, monkeypatch, capsys):
     """Prompts of its validation are encoded next to the import, and its LoRA is validated under its own step."""
     imported = tmp_path / "imported"
     assert run("import", "kohya", photos, "--cache", imported, "--name", "photos", "--no-scale-check")[0] == 0
@@ -191,7 +164,7 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     assert json.loads(out)["step"] == 2 and (tmp_path / "validation" / "000002").is_dir(), "as its file says"
 
 
-def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, run: Any, run_json: Any) -> None:
+def test_the_step_of_a_lora_is_never_guessed(exported, tmp_path, run_json, run_ok):
     """Results of other steps than those of their LoRA would make a curve that is wrong."""
     file = config_file(exported, tmp_path / "config.json", path=str(exported.cache.path))
     unet = tiny_denoiser()
@@ -213,17 +186,14 @@ def test_the_step_of_a_lora_is_never_guessed(exported: Config, tmp_path: Path, r
         else:
             assert found["step"] == step, name
     assert {folder.name for folder in (tmp_path / "validation").iterdir()} == {"000005", "000030", "000070"}
-    assert run_json("validate", file)[1]["step"] == 0, "the model's own denoiser is not trained"
+    assert run_ok("validate", file)["step"] == 0, "the model's own denoiser is not trained"
 
 
-def test_other_formats_take_their_own_options(
-    make_config: Any, photos: Path, tmp_path: Path, run: Any, run_json: Any
-) -> None:
-    config = make_config(**{"encode.image_output": "mean"})
-    run_precache(config)
+def test_other_formats_take_their_own_options(make_config, photos, tmp_path, run, run_ok):
+    run_precache(config := make_config(**{"encode.image_output": "mean"}))
     export, flags = ("export", "webdataset", tmp_path / "shards"), ("--cache", config.cache.path)
-    code, report = run_json(*export, *flags, "--shard-bytes", "64KiB", "--dtype", "float16")
-    assert code == 0 and (report["num_images"], report["num_texts"], report["skipped"]) == (5, 6, [])
+    report = run_ok(*export, *flags, "--shard-bytes", "64KiB", "--dtype", "float16")
+    assert (report["num_images"], report["num_texts"], report["skipped"]) == (5, 6, [])
     code, _, err = run(*export, *flags)
     assert code == 2 and "is not empty. Shards are written to a new folder" in err
     code, _, err = run("export", "musubi", tmp_path / "x", *flags)
@@ -233,6 +203,6 @@ def test_other_formats_take_their_own_options(
     (tmp_path / "vae").mkdir()
     torch.save(torch.randn(4, 18, 10), tmp_path / "vae" / latents)
     flags = ("--images", photos, "--cache", tmp_path / "imported")
-    code, report = run_json("import", "simpletuner", tmp_path / "vae", *flags)
-    assert code == 0 and (report["num_images"], report["refused"]) == (1, [])
+    report = run_ok("import", "simpletuner", tmp_path / "vae", *flags)
+    assert (report["num_images"], report["refused"]) == (1, [])
     assert [each["sample_id"] for each in report["incomplete"]] == ["c.png"], "it has no text"

@@ -1,4 +1,4 @@
-"""An object store over HTTP that compares before it replaces: by ETags as S3 does, by generations as Google's does."""
+"""An object store over HTTP with conditional writes: by ETag like S3, or by generation like Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 class ComparingServer:
-    """`objects`: bytes and generation, by path. A generation is the time at which it was written, in ns since 1970."""
+    """`objects`: path -> bytes and generation, which is the time of writing in ns since 1970."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
@@ -30,7 +30,7 @@ class ComparingServer:
         self._generation = 0
 
     def environment(self, scheme: str) -> dict[str, str]:
-        """What leads obstore to this server for URLs s3:// or gs://."""
+        """The environment that makes obstore use this server for s3:// or gs:// URLs."""
         url = f"http://127.0.0.1:{self.address[1]}"
         if scheme == "s3":
             keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
@@ -99,7 +99,7 @@ def _tag(data: bytes) -> str:
 
 @pytest.fixture
 def object_server() -> Iterator[ComparingServer]:
-    """An object store over HTTP that compares before it replaces."""
+    """An object store over HTTP with conditional writes."""
     with LOOPBACK.listen() as listener:
         store = ComparingServer(listener.getsockname())
         with in_thread(uvicorn.Server(uvicorn.Config(store, lifespan="off", log_config=None)), listener):
@@ -108,7 +108,7 @@ def object_server() -> Iterator[ComparingServer]:
 
 @pytest.fixture
 def s3_url(object_server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty place on it, which the environment leads to."""
+    """The URL of an empty prefix on it, with the environment set up."""
     for name, value in object_server.environment("s3").items():
         monkeypatch.setenv(name, value)
     return f"s3://team/{next(_numbers)}/cache"

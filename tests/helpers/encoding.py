@@ -1,4 +1,4 @@
-"""Captions to embeddings, and embeddings to images, each in one call."""
+"""Encodes captions, and generates images from embeddings, each in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.validation.sample_images import PromptEmbeddings, SampleImage, decode_samples, denoise
 
 HIDDEN_SIZE, HIDDEN_SIZE_2 = 32, 40
-"""Widths of the text encoders of the tiny model."""
+"""Widths of the tiny model's text encoders."""
 
 
 def encode_captions(
@@ -30,7 +30,7 @@ def generate(
     embeddings: Sequence[PromptEmbeddings],
     settings: ValidationConfig,
 ) -> list[SampleImage]:
-    """`denoise`, then `decode_samples` with the VAE on the UNet's device."""
+    """Call `denoise`, then `decode_samples` with the VAE on the UNet's device."""
     latents = denoise(unet, scheduler, embeddings, settings)
     with placed(vae, device_of(unet)):
         return decode_samples(vae, latents, embeddings, settings)

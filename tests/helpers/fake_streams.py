@@ -1,4 +1,4 @@
-"""A device module with streams for the CPU: it writes down who waits for what, and waits for nothing itself."""
+"""A fake device module with streams for the CPU. It logs who waits for what, and never waits itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 class Streams:
-    """A device module that writes down what is asked of it, and counts events."""
+    """Fake device module that logs its calls and counts events."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.ended: set[int] = set()
-        """Events that are over: the test adds some, and waiting for an event adds it."""
+        """Finished events. The test adds some, and waiting for an event adds it."""
         self.num_events = 0
         self.num_streams = 0
 

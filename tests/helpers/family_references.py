@@ -1,4 +1,4 @@
-"""What diffusers itself makes of an image, family by family: the code of its image-to-image pipelines."""
+"""Latents of an image by diffusers' own image-to-image pipelines, for each family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class NoNoise:
-    """Stands in for a scheduler where the clean latents are wanted that a pipeline would add noise to."""
+    """A scheduler that adds no noise, to get a pipeline's clean latents."""
 
     @staticmethod
     def add_noise(latents: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -25,19 +25,19 @@ def generator() -> torch.Generator:
 
 
 def sharing(pipeline: Any, class_name: str, **options: Any) -> Any:
-    """A pipeline of this class of diffusers, with those parts of another one that it takes."""
+    """A diffusers pipeline of this class, with the parts of another one."""
     made = getattr(diffusers, class_name)
     names = inspect.signature(made.__init__).parameters.keys() & pipeline.components.keys()
     return made(**{name: pipeline.components[name] for name in names}, **options)
 
 
 def encoding(class_name: str) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """Of pipelines that encode by a method of their own."""
+    """For pipelines that have a method for encoding."""
     return lambda pipeline, pixels: sharing(pipeline, class_name)._encode_vae_image(pixels, generator())
 
 
 def preparing(class_name: str, **options: Any) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """Of pipelines that add noise for a time while they encode."""
+    """For pipelines that add noise while encoding."""
 
     def latents(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
         image = sharing(pipeline, class_name, **options)
@@ -51,13 +51,8 @@ def preparing(class_name: str, **options: Any) -> Callable[[Any, torch.Tensor], 
     return latents
 
 
-def own(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Of a pipeline that takes images too."""
-    return pipeline._encode_vae_image(pixels, generator())
-
-
 def anima(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """As OneTrainer scales for it, and as its decoder undoes it. Its own encoding divides by the deviation."""
+    """Scaled like OneTrainer, and like its decoder undoes it. The pipeline's encoding divides by the std instead."""
     from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 
     vae = pipeline.vae
@@ -69,19 +64,19 @@ def anima(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def qwen_image_21(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """As the pipeline encodes a picture, which it makes opaque."""
+    """Like the pipeline, which adds an opaque alpha channel."""
     return pipeline._encode_vae_image(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1), generator())
 
 
 def ernie_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """The inverse of what its pipeline does before it decodes: it encodes no images."""
+    """The inverse of the pipeline's decoding, as it does not encode images."""
     statistics, variance = pipeline.vae.bn, pipeline.vae.bn.running_var.view(1, -1, 1, 1)
     latents = pipeline._patchify_latents(pipeline.vae.encode(pixels).latent_dist.mode())
     return (latents - statistics.running_mean.view(1, -1, 1, 1)) / torch.sqrt(variance + 1e-5)
 
 
 def ideogram4(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """The inverse of what its pipeline does before it decodes, with channels as FLUX.2's pipelines order them."""
+    """The inverse of the pipeline's decoding, with channels ordered as in FLUX.2's pipelines."""
     mean = pipeline.vae.encode(pixels).latent_dist.mode().unflatten(-2, (-1, 2)).unflatten(-1, (-1, 2))
     tokens = mean.permute(0, 2, 4, 3, 5, 1).flatten(3)  # [B, h, w, 4C]
     std = torch.sqrt(pipeline.vae.bn.running_var + pipeline.vae.config.batch_norm_eps)
@@ -97,11 +92,12 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "z-image": preparing("ZImageImg2ImgPipeline"),
     # Krea 2 and Qwen-Image-Edit have the same VAE and no pipeline for images.
     **dict.fromkeys(("qwen-image", "qwen-image-edit", "krea2"), encoding("QwenImageImg2ImgPipeline")),
-    **dict.fromkeys(("flux2", "flux2-dev"), own),
+    # Pipelines that accept images themselves.
+    **dict.fromkeys(("flux2", "flux2-dev"), lambda pipeline, pixels: pipeline._encode_vae_image(pixels, generator())),
     **dict.fromkeys(("wan", "wan-i2v"), preparing("WanVideoToVideoPipeline")),
     **dict.fromkeys(("anima", "anima-states"), anima),
     **dict.fromkeys(("qwen-image-21", "qwen-image-21-edit"), qwen_image_21),
     "ernie-image": ernie_image,
     "ideogram4": ideogram4,
 }
-"""Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""
+"""Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Pipelines that sample use `generator()`."""

@@ -1,4 +1,4 @@
-"""A family's tiny model: its pipeline of diffusers, and a cache that a real run filled by it."""
+"""A family's tiny model with its diffusers pipeline, and a cache filled by a real run."""
 
 from __future__ import annotations
 
@@ -42,21 +42,17 @@ SIDE = 64
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
 SIZE = {"height": SIDE, "width": SIDE}
 ALONE = ("anima", "anima-states", "qwen-image-21", "qwen-image-21-edit")
-"""Families of whose pipelines a text's values depend on the others of its batch: Qwen-Image 2.1 places an image after
-the longest text, and the last bits of Anima's empty text depend on their number (3e-7)."""
-
-
+"""Families whose pipelines let texts of a batch affect each other: Qwen-Image 2.1 places an image after the longest
+text, and the last bits of Anima's empty text depend on the batch size (3e-7)."""
 CONTROLS = {"controls": (96, SIDE), "controls-2": (SIDE, 96)}
-"""The folders of control images, whose buckets have other sides than those of images."""
+"""The folders of control images and their sizes, which differ from those of the images."""
 CONTROL_AREA = 96 * SIDE
-
-
 NUM_FRAMES = 5
-"""Of clips."""
+"""Frames of each clip."""
 
 
 def write_samples(folder: Path, *, with_clips: bool = False) -> Path:
-    """Three photos or clips with captions of unequal length, and their control images, in CONTROLS."""
+    """Write three photos or clips with captions of different lengths, and control images in the folders of CONTROLS."""
     for number, text in enumerate(TEXTS):
         path = folder / "photos" / f"{number}.png"
         (write_clip if with_clips else write_photo)(path, number, (SIDE, SIDE))
@@ -74,9 +70,9 @@ def family_config(
     with_clips: bool = False,
     **encode: Any,
 ) -> Config:
-    """The photos of `write_samples`, of 64x64; everything is computed and stored in float32.
+    """The 64x64 photos or clips of `write_samples`, with `num_controls` control images each, all in float32.
 
-    Each has `num_controls` control images. `with_clips`: they are clips of NUM_FRAMES. `changes` go by dotted name.
+    `changes` are settings by dotted name.
     """
     if not (folder / "photos").exists():
         write_samples(folder, with_clips=with_clips)
@@ -89,12 +85,12 @@ def family_config(
 
 
 def guidance_with_negative(family: Family) -> float:
-    """A strong one, where the family's images can be made with it."""
+    """A strong guidance scale, if the family supports guidance."""
     return 1.0 if family.name.startswith("ideogram4") else 4.0
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two arguments of a denoiser say the same, to the last bit. A number may stand for a batch of it."""
+    """Whether two arguments of a denoiser are bit-identical. A scalar equals a batch of itself."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         wide = one if one.ndim >= other.ndim else other
         return bool(torch.equal(one.expand_as(wide).to(wide.dtype), other.expand_as(wide).to(wide.dtype)))
@@ -106,12 +102,12 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class StopDenoising(Exception):
-    """The first call of the denoiser was seen."""
+    """Raised after the first call of the denoiser."""
 
 
 @dataclass
 class DenoiserCall:
-    """Arguments by their names, and the output."""
+    """The arguments by name, and the output."""
 
     arguments: dict[str, Any]
     output: Any
@@ -119,7 +115,7 @@ class DenoiserCall:
 
 @contextmanager
 def recorded(denoiser: torch.nn.Module, *, stop: bool = False) -> Iterator[list[DenoiserCall]]:
-    """The calls of a denoiser while inside. With `stop` the first one raises StopDenoising, which ends the block."""
+    """Record the calls of a denoiser. With `stop` the block ends after the first one."""
     calls: list[DenoiserCall] = []
     signature = inspect.signature(denoiser.forward)
 
@@ -127,7 +123,7 @@ def recorded(denoiser: torch.nn.Module, *, stop: bool = False) -> Iterator[list[
         bound = {
             name: value
             for name, value in signature.bind(*arguments, **options).arguments.items()
-            # What says nothing may be left out.
+            # Empty arguments may be omitted.
             if name != "return_dict" and value is not None and value != {}
         }
         calls.append(DenoiserCall(bound, output))
@@ -145,7 +141,7 @@ def recorded(denoiser: torch.nn.Module, *, stop: bool = False) -> Iterator[list[
 
 @dataclass
 class FamilyRun:
-    """One family's tiny model with a filled cache."""
+    """A family's tiny model with a filled cache."""
 
     family: Family
     parts: dict[str, Any]
@@ -158,12 +154,12 @@ class FamilyRun:
 
     @cached_property
     def pipeline(self) -> Any:
-        """With all parts."""
+        """The pipeline with all parts."""
         return whole_pipeline(self.family, **self.parts)
 
     @cached_property
     def bare_pipeline(self) -> Any:
-        """Without text encoders and tokenizers."""
+        """The pipeline without text encoders and tokenizers."""
         gone = (*self.family.names("text_encoder"), *self.family.names("tokenizer"))
         return whole_pipeline(self.family, **{name: part for name, part in self.parts.items() if name not in gone})
 
@@ -177,7 +173,7 @@ class FamilyRun:
 
     @cached_property
     def rows(self) -> dict[str, Any]:
-        """Each sample by its caption."""
+        """The samples by caption."""
         rows = self.cache.manifest("photos").rows.values()
         return {row.captions[0].text: row for row in rows}
 
@@ -186,7 +182,7 @@ class FamilyRun:
         return self.cache.scaling(self.cache.manifest("photos"))
 
     def pixels(self, text: str) -> torch.Tensor:
-        """The photo or clip of this caption as the VAE gets it: [1, 3, (F,) H, W]."""
+        """The VAE's input for the photo or clip of this caption: [1, 3, (F,) H, W]."""
         row = self.rows[text]
         path, geometry = self.config.datasets[0].source.path / row.sample_id, row.images[0].geometry  # type: ignore[union-attr]
         if geometry.num_frames is None:
@@ -202,41 +198,41 @@ class FamilyRun:
         return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
 
     def groups(self, texts: Sequence[str]) -> list[list[str]]:
-        """The texts that the pipeline takes at once: with pictures each alone, and where one moves the other."""
+        """The texts in groups that the pipeline takes at once: one by one for ALONE and for families with pictures."""
         is_alone = self.has_pictures or self.family.name in ALONE
         return [[text] for text in texts] if is_alone else [list(texts)]
 
     @property
     def has_pictures(self) -> bool:
-        """Whether the pipeline is given control images or a first frame."""
+        """Whether the pipeline takes control images or a first frame."""
         return self.family.text_reads_control or bool(self.family.clip_condition)
 
     def controls(self, text: str) -> list[np.ndarray]:
-        """The control images of this caption, as they are cached, [H, W, 3]."""
+        """The control images of this caption, prepared as for the cache, [H, W, 3]."""
         row, photos = self.rows[text], self.config.datasets[0].source.path  # type: ignore[union-attr]
         parts = zip(CONTROLS, row.parts, strict=True)
         return [prepared(photos.with_name(name) / row.sample_id, part.geometry) for name, part in parts]
 
     def key_controls(self, text: str) -> Controls:
-        """What the caption's key has of its control images."""
+        """The control images' part of the caption's key."""
         parts = self.cache.manifest("photos").common.get("parts", [])
         pairs = zip(parts, self.rows[text].parts, strict=True)
         return tuple((ref.source, Preparation.of(part["policy"], ref.geometry)) for part, ref in pairs)
 
     def tokenized(self, texts: Sequence[str], captions: Sequence[str] | None = None) -> Sequence[Any]:
-        """The texts as `encode_text` takes them, with their control images; or `captions` with these."""
+        """The input of `encode_text` for these texts, or for `captions`, with the texts' control images."""
         if not self.family.text_reads_control:
             return self.family.tokenize(self.parts, captions or texts)
         return self.family.tokenize_with_control(self.parts, captions or texts, [self.controls(each) for each in texts])
 
     def live_pictures(self, text: str) -> dict[str, torch.Tensor]:
-        """What `batch` has of this caption's control images, or of its first frame, encoded now."""
+        """Encode this caption's control images or first frame, as they are in `batch`."""
         if self.family.clip_condition:
             shape = (1, self.family.latent.channels, SIDE, SIDE, NUM_FRAMES)
             with torch.no_grad():
                 first = self.pictures([text])["image"]
                 _, made = self.pipeline.prepare_latents(first, *shape, first.dtype, first.device, generator())
-            found = {CONDITION: made[:, -self.family.latent.channels :]}  # which the mask comes before
+            found = {CONDITION: made[:, -self.family.latent.channels :]}  # after the mask
             if "image_encoder" in self.parts:
                 with torch.no_grad():
                     found[PICTURE] = self.pipeline.encode_image(as_picture(first), "cpu")
@@ -254,7 +250,7 @@ class FamilyRun:
 
     def negative(self, texts: Sequence[str]) -> dict[str, Any]:
         """The empty text as the negative prompt of these samples."""
-        if self.family.text_reads_control:  # which no cached prompt has
+        if self.family.text_reads_control:  # cached prompts have no control images
             tokens = self.tokenized(texts, [""] * len(texts))
             with torch.no_grad():
                 return dict(self.family.encode_text(self.parts, tokens, self.encodings.text.settings))
@@ -262,14 +258,14 @@ class FamilyRun:
         return {name: tensor.expand(len(texts), *tensor.shape[1:]) for name, tensor in found.items()}
 
     def latents(self, text: str) -> torch.Tensor:
-        """Scaled latents of this caption's photo, drawn with `generator()` where the family draws: [1, ...]."""
+        """Scaled latents of this caption's photo, sampled with `generator()` if the family samples: [1, ...]."""
         draw = generator() if self.family.latent.draws else None
         batch = self.cache.batch([self.rows[text].sample_id], device="cpu", scaled=True, generator=draw)
         latents: torch.Tensor = batch["latents"]
         return latents
 
     def prompts(self, texts: Sequence[str], negative: Sequence[str] | None = None) -> dict[str, Any]:
-        """The pipeline's arguments for texts. Of the recipes that no pipeline has, its own encoding changed to them."""
+        """The pipeline's arguments for texts, with its encoding changed to recipes that it does not support itself."""
         accepted = inspect.signature(self.pipeline.__call__).parameters
         kwargs: dict[str, Any] = {"prompt": list(texts), **self.pictures(texts)}
         if negative is not None and "negative_prompt" in accepted:
@@ -277,14 +273,16 @@ class FamilyRun:
         if "max_sequence_length" in accepted and "max_length" in self.encodings.text.settings:
             kwargs["max_sequence_length"] = self.encodings.text.settings["max_length"]
         if self.family.name == "ideogram4":
-            kwargs["max_sequence_length"] = 128  # that is all that padding does not change, and 2048 rows take long
+            kwargs["max_sequence_length"] = 128  # padding changes nothing, and 2048 rows take long
         return kwargs if self.family.name != "chroma" else self._masked(kwargs)
 
     def pictures(self, texts: Sequence[str]) -> dict[str, Any]:
-        """The pipeline's argument for the control images of one text, or for its first frame, if it reads any."""
+        """The pipeline's arguments for the control images or first frame of a text, if it takes any."""
         if self.family.clip_condition:
             [text] = texts
-            return {"image": self.pixels(text)[:, :, 0]}  # as pixels: of a picture it makes others, 1e-7 apart
+            return {
+                "image": self.pixels(text)[:, :, 0]
+            }  # as pixels: from a picture it makes slightly different ones (1e-7)
         if not self.family.text_reads_control:
             return {}
         [text] = texts
@@ -292,7 +290,7 @@ class FamilyRun:
         return {"image": [Image.fromarray(image) for image in self.controls(text)], **resolution}
 
     def _masked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Chroma's pipeline with a mask that masks, unless its padding is kept."""
+        """The arguments for Chroma's pipeline with a boolean mask, unless its padding is kept."""
         if self.encodings.text.settings["keeps_padding"]:
             return kwargs
         embeds, _, mask, negative, _, negative_mask = self.pipeline.encode_prompt(
@@ -306,7 +304,7 @@ class FamilyRun:
     def first_call(self, texts: Sequence[str]) -> tuple[DenoiserCall, torch.Tensor, torch.Tensor]:
         """The pipeline's first call of the denoiser for these texts, without guidance.
 
-        With it the noise that it was given, as scaled latents in the family's layout, and the timestep [B].
+        Also returns the noise, as scaled latents in the family's layout, and the timestep [B].
         """
         noise: list[torch.Tensor] = []
         module = sys.modules[type(self.pipeline).__module__]
@@ -316,7 +314,7 @@ class FamilyRun:
             noise.append(draw(*arguments, **options))
             return noise[-1]
 
-        # At which the denoiser gets the positive prompt alone, as in training.
+        # With these the denoiser gets only the positive prompt, as in training.
         scales = [each for each in (3.5, 1.0, 0.0) if each <= guidance_with_negative(self.family)]
         guidance = self.family.guidance_kwargs(next(each for each in scales if not self.family.uses_negative(each)))
         prompts = self.prompts(texts)
@@ -344,17 +342,17 @@ class FamilyRun:
         accepted = inspect.signature(pipeline.__call__).parameters
         frames = {"num_frames": NUM_FRAMES if self.family.clip_condition else 1} if "num_frames" in accepted else {}
         settings: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt", **SIZE, **frames, **kwargs}
-        # Copies: some pipelines write to the lists that they are given.
+        # Copies, because some pipelines modify the lists that they get.
         settings = {name: list(value) if isinstance(value, list) else value for name, value in settings.items()}
         with self._pictures_as_cached(pipeline):
             return pipeline(**{"generator": generator(), **settings})[0]
 
     @contextmanager
     def _pictures_as_cached(self, pipeline: Any) -> Iterator[None]:
-        """The pipeline makes control images as large as the cache has them, and not of a megapixel.
+        """Patch the pipeline to resize control images like the cache, not to a megapixel.
 
-        It also scales them as images are: `(z - mean) / std`, as it has it, has other last bits. One that takes a first
-        frame cleans texts with ftfy, also where that is not installed; CLIP reads the frame as a picture.
+        It also scales them like images, as its `(z - mean) / std` differs in the last bits. Pipelines for a first frame
+        clean texts with ftfy even if it is not installed, and CLIP reads the frame as a picture.
         """
         if self.family.clip_condition:
             module, encode = sys.modules[type(pipeline).__module__], pipeline.encode_image
@@ -383,12 +381,12 @@ class FamilyRun:
 
 
 def as_picture(pixels: torch.Tensor) -> Image.Image:
-    """The picture of these pixels [1, 3, H, W] in -1..1."""
+    """Convert pixels [1, 3, H, W] in -1..1 to a picture."""
     return Image.fromarray(((pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
 
 
 def prepared(path: Path, geometry: Geometry) -> np.ndarray:
-    """The image in this file, [H, W, 3]."""
+    """Decode and prepare the image in a file, [H, W, 3]."""
     image: np.ndarray = prepare(decode(path.read_bytes(), path.name, ImagesConfig(min_side=8)), geometry)
     return image
 
@@ -398,10 +396,7 @@ def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
 
 
 def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **settings: Any) -> FamilyRun:
-    """A family's tiny model, or one of these parts, and a cache that `run_precache` filled by it.
-
-    `settings` are those of `encode`.
-    """
+    """Fill a cache with a family's tiny model, or with these parts. `settings` are those of `encode`."""
     family, parts = family_named(name), parts or tiny_model(name)
     num_controls = len(CONTROLS) if family.text_reads_control else 0
     changes = {"datasets.0.role": "validation", "validation": {"prompts": [TEXTS[1]]}} if num_controls else {}
@@ -410,10 +405,10 @@ def family_run(folder: Path, name: str, parts: dict[str, Any] | None = None, **s
     )
     models = loaded_models(family, parts)
     num_empty = 0
-    if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch
+    if name == "qwen-image":  # alone, as in the pipeline below: the last bits depend on the longest text of a batch
         with open_workspace(config.cache) as workspace:
             num_empty = cache_prompts(config, workspace, models, [("", False), ("", True)], device="cpu")
-    # Two texts at once, as most pipelines get them below.
+    # Two texts at once, as most pipelines below.
     num_texts = 1 if name in ALONE else 2
     with patch.object(encodings, "text_batch_size", lambda device: num_texts):
         report = run_precache(config, models=models)

@@ -1,4 +1,4 @@
-"""Datasets of several families with all that samples may have, each cached by a real run with the tiny model."""
+"""Datasets of several families with everything that samples can have, cached by real runs with the tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one a
 
 
 def edit_pairs(folder: Path) -> dict[str, Any]:
-    """A folder: each image has a control image of another shape and a mask, and is mirrored. One has two captions."""
+    """A folder with control images of another shape, masks and flips. One image has two captions."""
     for number, (size, text) in enumerate(zip(SIZES, TEXTS, strict=True)):
         write_photo(folder / f"after/{number}.png", number, size).with_suffix(".txt").write_text(text)
         write_photo(folder / f"before/{number}.png", 20 + number, (80, 80))
@@ -46,7 +46,7 @@ def masked_table(folder: Path) -> dict[str, Any]:
 
 
 def clips(folder: Path) -> dict[str, Any]:
-    """A folder of animations, of which clips of 9, 9 and 5 frames are made, and a still image of the same bucket."""
+    """A folder of animations that give clips of 9, 9 and 5 frames, and a still image in the same bucket."""
     for number, (name, num_frames) in enumerate((("a.gif", 12), ("b.webp", 12), ("c.png", 6))):
         write_clip(folder / name, 100 * number, (64, 96), num_frames).with_suffix(".txt").write_text(TEXTS[number])
     write_photo(folder / "still.png", 7, (64, 96)).with_suffix(".txt").write_text("a kitten")
@@ -54,7 +54,7 @@ def clips(folder: Path) -> dict[str, Any]:
 
 
 def videos(folder: Path) -> dict[str, Any]:
-    """The same without the still image."""
+    """Like `clips`, without the still image."""
     settings = clips(folder)
     (folder / "still.png").unlink()
     return settings
@@ -66,13 +66,13 @@ WALKS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "wan": clips,
     "wan-i2v": videos,
 }
-"""Family -> what makes its dataset in a folder, and returns its settings."""
+"""Family -> function that writes its dataset to a folder and returns the settings."""
 FEW_WALKS = ("flux", "z-image", "wan-i2v")
-"""What differs to a server or a bucket: control images, masks, and clips with their first frame."""
+"""Those that differ for a server or bucket: control images, masks, and clips with their first frame."""
 
 
 def walk_config(folder: Path, family: str, **encode: Any) -> Config:
-    """The dataset `walk` of this family in `folder`, which is made there, and two validation prompts."""
+    """Write the family's dataset `walk` to `folder`. Returns a config with it and two validation prompts."""
     dataset = {"name": "walk", "buckets": {"area": 96 * 64, "step": 32}, "images": {"min_side": 8}}
     settings: dict[str, Any] = {"datasets": [dataset | WALKS[family](folder / "data")]}
     settings["model"] = {"path": tiny_folder(family), "family": family}
@@ -81,7 +81,7 @@ def walk_config(folder: Path, family: str, **encode: Any) -> Config:
 
 
 def walked(folder: Path, family: str, **encode: Any) -> Config:
-    """Its config, and its cache filled."""
+    """Return the config of `walk_config`, with its cache filled."""
     config = walk_config(folder, family, **encode)
     report = run_precache(config)
     assert report.num_refused == 0 and report.num_encoded == report.num_misses > 0, report.to_json()
@@ -89,7 +89,7 @@ def walked(folder: Path, family: str, **encode: Any) -> Config:
 
 
 def assert_same_entry(one: Any, other: Any) -> None:
-    """Two entries have one identity, and equal tensors, to the last bit."""
+    """Assert that two entries have the same identity and bit-identical tensors."""
     assert one.record.identity == other.record.identity
     assert one.ragged == other.ragged and one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
@@ -104,7 +104,7 @@ def assert_served(entries: Mapping[str, Any], cache: Any) -> list[str]:
 
 
 def assert_same_entries(one: Store, other: Store) -> None:
-    """Two stores have the same keys, and each entry is the same."""
+    """Assert that two stores have the same keys and entries."""
     keys = set(one.keys())
     assert keys == set(other.keys()) and keys
     for key in keys:
@@ -112,7 +112,7 @@ def assert_same_entries(one: Store, other: Store) -> None:
 
 
 def batches_of(cache: Any) -> Iterator[dict[str, Any]]:
-    """A batch of each sample alone, upright and, where the dataset is mirrored, mirrored; then of the prompts."""
+    """Yield a batch of each sample, and its flipped twin if there is one; then the prompts."""
     for row in cache.manifest("walk").rows.values():
         for flip in (False, True)[: len(row.images)]:
             yield cache.batch([row.sample_id], device="cpu", scaled=True, flip=flip)
@@ -128,7 +128,7 @@ def assert_same_batch(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def assert_same_batches(one: Any, other: Any) -> None:
-    """Two caches give equal batches, to the last bit."""
+    """Assert that two caches return bit-identical batches."""
     num_batches = 0
     for left, right in zip(batches_of(one), batches_of(other), strict=True):
         assert_same_batch(left, right)

@@ -1,4 +1,4 @@
-"""Empty caches elsewhere, in a bucket and of a service, each behind a relay."""
+"""Empty remote caches, one in a bucket and one behind a service, each behind a relay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from latentcache.store.directory import pack_name
 
 @dataclass
 class Far:
-    """A cache behind a relay. The environment has what leads there; `folder` is the directory of a service's."""
+    """A cache behind a relay, with credentials in the environment. `folder` is the directory of a service's cache."""
 
     relay: Relay
     url: str
@@ -34,7 +34,7 @@ class Far:
         return RemoteManifests(self.transport())
 
     def unfinished(self) -> list[str]:
-        """The runs that have notes. A service does not list them."""
+        """Unfinished runs. A service does not list them, so its folder is read."""
         if self.folder is None:
             return self.manifests().unfinished()
         return list(ManifestFolder(self.folder / "manifests").unfinished())

@@ -1,4 +1,4 @@
-"""A foreign cache in memory, for what is done with any format."""
+"""A foreign cache in memory, for tests that apply to every format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STD = 7.7
 
 @dataclass
 class Foreign:
-    """A foreign cache of these items."""
+    """A foreign cache with these items."""
 
     contents: Sequence[ForeignItem]
     format: str = "test"
@@ -43,7 +43,7 @@ def image(
     image_path: Path | None = None,
     std: float = STD,
 ) -> ForeignImage:
-    """A latent of an image of 80 x 160 pixels; its values follow from the sample_id."""
+    """Latents of an image of 80 x 160 pixels, seeded by the sample_id."""
     if latents is None:
         seed = sum(map(ord, sample_id)) + flip
         latents = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(seed)) * std
@@ -61,7 +61,7 @@ def image(
 def text(
     *sample_ids: str, caption: str | None = "a caption", dtype: torch.dtype = torch.float32, width: int = 72
 ) -> ForeignText:
-    """Embeddings that follow from the caption."""
+    """Embeddings seeded by the caption."""
     generator = torch.Generator().manual_seed(len(caption or ""))
     return ForeignText(
         sample_ids=sample_ids,
@@ -73,19 +73,19 @@ def text(
 
 
 def pairs(*sample_ids: str) -> list[ForeignItem]:
-    """A latent and a caption for each of these samples."""
+    """Latents and a caption for each of these samples."""
     return [item for each in sample_ids for item in (image(each), text(each, caption=f"of {each}"))]
 
 
 def imported(foreign: ForeignCache, name: str = "foreign", **options: Any) -> tuple[LatentCache, ImportReport]:
-    """A cache in memory with what an import gives, as the manifest `name`; and the import's report."""
+    """Import into a cache in memory, as the manifest `name`. Returns the cache and the report."""
     workspace = Workspace()
     report = import_cache(foreign, workspace, name=name, **options)
     return LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True), report
 
 
 def of_family(family: str, *sample_ids: str) -> list[ForeignItem]:
-    """A scaled latent, of few values, and a caption for each sample of a family other than the first."""
+    """Small scaled latents and a caption per sample, for a family other than the default."""
     declared, found = family_named(family), list[ForeignItem]()
     for seed, name in enumerate(sample_ids):
         generator = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def of_family(family: str, *sample_ids: str) -> list[ForeignItem]:
 
 
 def split(cache: ForeignCache) -> tuple[list[ForeignImage], list[ForeignText], list[Refusal]]:
-    """All items of a cache, by type."""
+    """Return the items of a cache by type."""
     items: list[ForeignItem] = list(cache.items())
     return (
         [item for item in items if isinstance(item, ForeignImage)],

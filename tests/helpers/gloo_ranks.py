@@ -1,4 +1,4 @@
-"""Two processes that meet over gloo, each running a worker script that ends with `report`."""
+"""Two gloo processes, each running a worker script that ends with `report`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ WORLD_SIZE = 2
 
 
 def run_ranks(worker: Path, folder: Path) -> list[dict[str, Any]]:
-    """What each rank printed; skips the test where this torch has no gloo.
+    """Return what each rank printed. Skips the test if torch has no gloo.
 
-    They meet over a file in `folder`: a port that was free a moment ago may not be. A collective that only one rank
-    enters times out.
+    The rendezvous is a file in `folder`, because a free port can be taken by another process in the meantime.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this build of torch has no gloo")
@@ -52,11 +51,10 @@ def run_ranks(worker: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def report(found: dict[str, Any]) -> NoReturn:
-    """Ends a worker: prints what it found as its last line, and leaves without tearing Python down.
+    """End a worker: print its result as the last line, and exit without shutting Python down.
 
-    gloo's threads are still there after `destroy_process_group` (seen: two of them, in phase_worker), and now and then
-    the process aborted after its work: "terminate called without an active exception". Probably as in
-    pytorch/pytorch#179291: such a thread frees a tensor while the interpreter ends.
+    gloo's threads outlive `destroy_process_group`, and sometimes abort the process at exit ("terminate called without
+    an active exception"), probably pytorch/pytorch#179291.
     """
     print(json.dumps(found), flush=True)
     os._exit(0)

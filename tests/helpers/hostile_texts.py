@@ -1,4 +1,4 @@
-"""Texts that do harm where a page prints them without escaping, or takes them for an address."""
+"""Texts that do harm if a page prints them without escaping, or uses them as a URL."""
 
 from __future__ import annotations
 

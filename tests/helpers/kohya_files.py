@@ -1,4 +1,4 @@
-"""kohya sd-scripts' cache files for SDXL, written as its specification has them: not by this project's exporter."""
+"""Cache files of kohya's sd-scripts for SDXL, written from its specification, not by this project's exporter."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 
 def latents_of(seed: int, height: int, width: int) -> np.ndarray:
-    """float32 [4, height / 8, width / 8]: unscaled, as a VAE of SDXL gives them."""
+    """Unscaled latents like those of SDXL's VAE: float32 [4, height / 8, width / 8]."""
     values = np.random.default_rng(seed).normal(0, 7.7, (4, height // 8, width // 8))
     return values.astype(np.float32)
 
 
 def dialect_a(seed: int, width: int, height: int, bucket: tuple[int, int], **more: Any) -> dict[str, np.ndarray]:
-    """The arrays for an image of width x height pixels in a bucket (width, height). `more` replaces and adds."""
+    """The arrays for an image of width x height pixels in a bucket (width, height), updated with `more`."""
     bucket_width, bucket_height = bucket
     aspect = width / height
     if bucket_width / bucket_height > aspect:
@@ -33,7 +33,7 @@ def dialect_a(seed: int, width: int, height: int, bucket: tuple[int, int], **mor
 
 
 def dialect_b(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same arrays with the suffix of their resolution, in latent units, height first."""
+    """The same arrays, with their resolution as suffix: in latent units, height first."""
     height, width = arrays["latents"].shape[1:]
     return {f"{name}_{height}x{width}": array for name, array in arrays.items()}
 

@@ -44,7 +44,7 @@ def seed_of(*parts: str | int) -> int:
 
 
 def timestep_of(sample_id: str, first: int, end: int, *, seed: int = 0) -> int:
-    """The sample's timestep between `first` and `end`."""
+    """The sample's timestep in [first, end)."""
     return first + (seed_of("timesteps", seed, sample_id) * (end - first) >> 64)
 
 

@@ -1,7 +1,6 @@
-"""Skips a test that needs a class which the installed diffusers or transformers does not have yet.
+"""Pytest plugin that skips tests which need a class that the installed diffusers or transformers lacks.
 
-For the lane `onetrainer-pins` of scripts/test.py, whose releases are older than the newest families. It is a plugin of
-that lane alone: in the others such a test fails.
+Only the lane `onetrainer-pins` of scripts/test.py uses it, because its releases predate the newest families.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ LACKS = (
     r"module '?(?P<library>diffusers|transformers)'? has no attribute '?(?P<name>\w+)",
     r"cannot import name '(?P<name>\w+)' from '(?P<library>diffusers|transformers)'",
 )
-"""How the package and Python say that a library has no class of this name."""
+"""Messages with which the package or Python reports a missing class."""
 
 
 def missing(error: BaseException) -> str | None:
-    """The class that this error, or one that it came from, is about, where its library really has none of this name."""
+    """Return which class an error, or its cause, is about, if the library really lacks it."""
     for pattern in LACKS:
         if match := re.search(pattern, str(error)):
             library = importlib.import_module(match["library"])
@@ -33,7 +32,7 @@ def missing(error: BaseException) -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, None, None]:
-    """Run the fixtures, or the test, and skip it where a class is missing."""
+    """Run the fixtures or the test, and skip it if a class is missing."""
     try:
         return (yield)
     except Exception as error:

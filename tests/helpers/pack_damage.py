@@ -1,4 +1,4 @@
-"""Damage to the packs of a cache, as a failing disk does it."""
+"""Damages packs of a cache, like a failing disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def find_bytes(path: Path, needle: bytes) -> tuple[Path, int]:
-    """The pack of the cache in which these bytes lie, and their offset in it."""
+    """Return the pack that contains these bytes, and their offset."""
     for pack in sorted(path.glob("packs/*/*.safetensors")):
         at = pack.read_bytes().find(needle)
         if at >= 0:
@@ -16,7 +16,7 @@ def find_bytes(path: Path, needle: bytes) -> tuple[Path, int]:
 
 
 def damage(path: Path, needle: bytes) -> None:
-    """Flip one bit of these bytes in the pack of the cache that holds them."""
+    """Flip one bit of these bytes in the pack that contains them."""
     pack, at = find_bytes(path, needle)
     os.chmod(pack, 0o600)
     with pack.open("r+b") as file:

@@ -24,7 +24,7 @@ _SIZES = (Size(192, 128), Size(128, 192), Size(130, 192))
 
 
 def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
-    """`folder/cache` of photos in two buckets, one refused file and one caption that is too long; a validation set."""
+    """`folder/cache`: photos in two buckets, a refused file, a caption that is too long, and a validation set."""
     rule, rows, entries = BucketRule(BucketsConfig(area=256 * 256, step=64)), dict[str, Row](), list[Entry]()
     for number in range(num_photos):
         name, size = f"{number:03d}.png", _SIZES[number % 3]

@@ -16,7 +16,7 @@ Scenario = Callable[[Any], object]
 
 
 def forward(training: Training, unet: Any = None) -> torch.Tensor:
-    """The output for fixed latents."""
+    """Output for fixed latents."""
     timesteps = torch.tensor([5, 600], device=training.device)
     return training.predict(training.latents.to(training.device), timesteps, unet)
 
@@ -133,7 +133,7 @@ def leave_no_trace(device: torch.device, variant: str) -> None:
                 disturb(training)
             changed = differences(before, state_of(training))
             assert changed == [], changed
-            # A cast that autocast kept from the phase would have no gradient.
+            # A weight cast that autocast cached during the phase would have no gradient.
             weight = next(p for p in training.unet.parameters() if p.requires_grad)
             (gradient,) = torch.autograd.grad(forward(training).float().sum(), weight, allow_unused=True)
             assert gradient is not None

@@ -79,7 +79,7 @@ class Training:
         """For subclasses: replace the UNet that the loop calls, or the part."""
 
     def optimizer_over(self, parameters: list[torch.nn.Parameter]) -> Any:
-        """For subclasses: the optimizer of the run."""
+        """Hook for subclasses: make the optimizer."""
         if self.variant == "schedule-free":
             optimizer = schedulefree.AdamWScheduleFree(parameters, lr=1e-2, foreach=False)
             optimizer.train()

@@ -1,4 +1,4 @@
-"""Photos made in code."""
+"""Writes random photos, masks and clips."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def write_photo(path: Path, seed: int, size: tuple[int, int] = (96, 128), **save: Any) -> Path:
-    """A smooth random photo of `size` (height, width)."""
+    """Write a smooth random photo of `size` (height, width)."""
     generator = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     _photo(generator, size).save(path, **save)
@@ -18,14 +18,14 @@ def write_photo(path: Path, seed: int, size: tuple[int, int] = (96, 128), **save
 
 
 def write_mask(path: Path, seed: int, shape: tuple[int, ...] = (96, 128)) -> Path:
-    """Random levels of `shape`: grey for (height, width), and of three channels for (height, width, 3)."""
+    """Write random values of `shape`: (height, width) for grey, (height, width, 3) for three channels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)).save(path)
     return path
 
 
 def write_clip(path: Path, seed: int, size: tuple[int, int] = (96, 128), num_frames: int = 5) -> Path:
-    """An animation of random photos, each shown for a tenth of a second; the first is that of `write_photo`."""
+    """Write an animation of random photos, 0.1 s each. The first one is that of `write_photo`."""
     generator = np.random.default_rng(seed)
     frames = [_photo(generator, size) for _ in range(num_frames)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def write_clip(path: Path, seed: int, size: tuple[int, int] = (96, 128), num_fra
 
 
 def write_photos(folder: Path) -> Path:
-    """Five photos in two buckets: two captions, one caption, a shared one, none; one in a subfolder."""
+    """Write five photos in two buckets, with two, one, a shared or no caption, one of them in a subfolder."""
     for number, (name, size, captions) in enumerate(
         [
             ("a.png", (80, 144), ["a red house", "a house in the rain"]),

@@ -1,6 +1,6 @@
-"""Encoders for a Ray cluster that start quickly: they load no model, wait a little and store zeros.
+"""Ray encoders that start quickly: they load no model, and store zeros after a short wait.
 
-Names of files say what is to happen: `fatal` kills each encoder that gets it, `unlucky` the first one.
+A file named `fatal` kills every encoder that gets it, one named `unlucky` only the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENCODE_S = 0.05
 
 
 class QuickEncoder(RayEncoder):
-    """Each entry that it encodes is a line of `encoded.txt` next to the cache."""
+    """Logs each entry that it encodes to `encoded.txt` next to the cache."""
 
     @override
     def _start(self) -> Workspace:
@@ -56,7 +56,7 @@ class QuickEncoder(RayEncoder):
 
 
 class FaultyEncoder(QuickEncoder):
-    """Has a fault."""
+    """An encoder with a bug."""
 
     @override
     def _encode(self, *given: Any) -> Report:

@@ -1,4 +1,4 @@
-"""Small caches of families whose texts are stored without padding, written by hand: no model is needed."""
+"""Small hand-written caches of families whose texts are stored without padding. They need no model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from latentcache.types import Crop, Entry, Geometry, Padding, Record, Size, prom
 WIDTH, CHANNELS = 6, 4
 MAX_LENGTH = 24
 SIZES = (Size(64, 64), Size(64, 96))
-"""The buckets: every third sample lies in the second."""
+"""The buckets. Every third sample is in the second."""
 VIDEO = Scaling(rule="mean_std", mean=(0.1, -0.2, 0.3, 0.4), std=(1.1, 0.9, 1.3, 0.7))
 IMAGE = Scaling(0.3611, 0.1159)
 NEGATIVE_ROWS = 3
@@ -32,7 +32,7 @@ def bucket_of(number: int) -> Size:
 
 
 def common_of(family: FamilyName, **settings: Any) -> dict[str, Any]:
-    """The `common` of a manifest of this family; `settings` are those of its recipe."""
+    """The `common` of a manifest of this family, with these settings of its recipe."""
     scaling = VIDEO if family_named(family).latent.is_video else IMAGE
     settings = settings or ({"max_length": MAX_LENGTH} if family == "chroma" else {})
     common: dict[str, Any] = {
@@ -79,7 +79,7 @@ def fill(
     first: int = 0,
     **settings: Any,
 ) -> Manifest:
-    """Add samples `str(first)`, `str(first + 1)` and so on, whose captions have these numbers of rows, and a prompt."""
+    """Add a prompt, and samples `str(first)`, `str(first + 1)`, ... whose captions have these numbers of rows."""
     common = common_of(family, **settings)
     is_ragged = rule_of(common) is not None
 
@@ -102,7 +102,7 @@ def fill(
         entries += [image, text]
     prompts = {}
     for negative in (False, True):
-        # Of a family that renders no texts and encodes negative ones as others.
+        # This family renders no texts, and encodes negative prompts like others.
         source = caption_digest("not a cat" if negative else "a cat")
         identity = {"source": source, "encoding": common["text_encoding"], "salt": "", "schema": 1, "kind": "text"}
         entry = text_entry(900 + negative, NEGATIVE_ROWS if negative else 5, identity)
@@ -124,7 +124,7 @@ def on_disk(path: Path, family: FamilyName, lengths: Sequence[int], **options: A
 
 
 def padded(numbers: Sequence[int], lengths: Sequence[int], length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a batch of these samples must have: embeddings with zeros after them, and the mask."""
+    """The expected embeddings of a batch, padded with zeros, and the mask."""
     longest = length or max(lengths)
     embeds = torch.zeros(len(numbers), longest, WIDTH, dtype=torch.bfloat16)
     mask = torch.zeros(len(numbers), longest, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A relay in front of a server: it notes the requests, and can damage what goes through."""
+"""A relay in front of a server that records requests and can alter responses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _DROPPED = {"connection", "transfer-encoding", "content-length", "date", "server
 
 
 class Relay(ThreadingHTTPServer):
-    """A relay to `target`. `requests`: what went through (method, path), in its order.
+    """A relay to `target`. `requests` records (method, path) in order.
 
-    `change` is given each answer (path, status, bytes) and returns the bytes to send, or None to end the connection.
-    `answer` is given each request (method, path) before it is passed on: a status that it returns is the answer.
+    `change(path, status, bytes)` returns the bytes to send, or None to drop the connection. `answer(method, path)` may
+    return a status to answer the request with, instead of passing it on.
     """
 
     daemon_threads = True
@@ -29,7 +29,7 @@ class Relay(ThreadingHTTPServer):
         self.answer: Callable[[str, str], int | None] | None = None
 
     def routes(self) -> list[str]:
-        """The paths without the part that all have, and without queries."""
+        """The requested paths without `/v1/` and query."""
         return [path.partition("?")[0].removeprefix("/v1/") for _, path in self.requests]
 
 
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         connection = http.client.HTTPConnection(*relay.target, timeout=30)
         try:
-            # With its Host: signatures of requests to object stores are made over it.
+            # Keep the Host header: signatures of requests to object stores include it.
             connection.request(self.command, self.path, body, dict(self.headers.items()))
             answer = connection.getresponse()
             status, data, sent = answer.status, answer.read(), answer.getheaders()
@@ -79,12 +79,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = pass_on
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
 
 @contextmanager
 def relaying(target: tuple[str, int]) -> Iterator[Relay]:
-    """A relay to the server at this address, for the block."""
+    """Run a relay to the server at this address during the block."""
     with Relay(target) as relay:
         thread = threading.Thread(target=relay.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()

@@ -1,4 +1,4 @@
-"""A small cache to serve: images in two buckets and captions, of random values."""
+"""A small cache to serve: random images in two buckets, and captions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ IMAGE_ENCODING = {"scaling_factor": sdxl.SCALING_FACTOR, "shift_factor": None}
 COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "served"}, "image_encoding": IMAGE_ENCODING}
 NUM_SAMPLES = 48
 SHARED_CAPTIONS = 8
-"""Every so many samples share one caption."""
+"""How many consecutive samples share a caption."""
 
 
 def make_entry(kind: Kind, what: object, tensors: dict[str, torch.Tensor], **provenance: Any) -> Entry:
-    """An entry whose key is made of its kind and of what it is. An image's latents count as those of SDXL."""
+    """An entry whose key is made of its kind and `what`. Images count as SDXL's."""
     identity = {"kind": kind, "served": what}
     if kind == "image":
         identity["encoding"] = IMAGE_ENCODING
@@ -35,7 +35,7 @@ def make_entry(kind: Kind, what: object, tensors: dict[str, torch.Tensor], **pro
 
 
 def entries_of(number: int) -> list[Entry]:
-    """The entries of a sample: its image, and its caption, which other samples share."""
+    """The entries of a sample: its image, and its caption, which is shared with others."""
     generator = torch.Generator().manual_seed(number)
     size = (8, 8, 16) if number % 2 else (8, 16, 8)
     image = {"moments": torch.randn(size, generator=generator).half()}
@@ -54,7 +54,7 @@ def entries_by_key(numbers: range) -> dict[str, Entry]:
 
 
 def assert_same(found: Entry, entry: Entry) -> None:
-    """It is what was stored, to the last bit."""
+    """Assert that an entry is bit-identical to what was stored."""
     assert found.record == entry.record and found.ragged == entry.ragged
     assert found.tensors.keys() == entry.tensors.keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in entry.tensors.items())
@@ -78,7 +78,7 @@ def make_manifest(name: str = "served", numbers: range = range(NUM_SAMPLES)) -> 
 
 
 def fill(path: Path, numbers: range, name: str | None = "photos", per_pack: int = 8) -> Path:
-    """A cache of these samples, of so many in each pack, with a manifest of them."""
+    """Write a cache of these samples, with `per_pack` samples in a pack, and their manifest."""
     with DiskStore(path) as store:
         for first in range(numbers.start, numbers.stop, per_pack):
             store.add(entry for n in range(first, min(first + per_pack, numbers.stop)) for entry in entries_of(n))
@@ -88,22 +88,20 @@ def fill(path: Path, numbers: range, name: str | None = "photos", per_pack: int 
 
 
 def make_cache(path: Path, name: str = "served", num_samples: int = NUM_SAMPLES) -> Path:
-    """A cache of the first samples, in several packs."""
+    """Write a cache of the first samples, in several packs."""
     return fill(path, range(num_samples), name, per_pack=16)
 
 
 def packs_of(path: Path) -> dict[str, bytes]:
-    """The bytes of the packs of a cache's directory, by id."""
+    """The bytes of the packs in a cache directory, by id."""
     return {each.stem: each.read_bytes() for each in path.glob("packs/*/*.safetensors")}
 
 
 def check(path: Path, numbers: range) -> None:
-    """The cache has these samples, to the last bit, and nothing is wrong with it."""
+    """Assert that the cache has these samples, bit by bit, and no damage."""
     with DiskStore(path, create=False) as store:
         for key, entry in entries_by_key(numbers).items():
-            found = store.get(key)
-            assert found.record.identity == entry.record.identity
-            assert all(found.tensors[name].equal(tensor) for name, tensor in entry.tensors.items())
+            assert_same(store.get(key), entry)
     assert verify(path).ok
 
 
@@ -112,7 +110,7 @@ def manifest_of(path: Path, name: str = "photos") -> Manifest | None:
 
 
 def replace_packs(transport: Transport) -> list[str]:
-    """Do with each pack as `verify` does with a damaged one: copy it to a new one, and list it. Returns those."""
+    """Replace each pack like `verify` does with a damaged one: copy it, and list the old one. Returns the old ones."""
     old = sorted(packs_in(transport).keys() - removals_in(transport).keys())
     for pack in old:
         whole = WholePack.in_memory(pack, transport.read(pack_name(pack))[0])

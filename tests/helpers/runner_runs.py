@@ -15,7 +15,7 @@ from latentcache.validation.runner import ValidationRunner
 
 
 def validation_config(make_config: Callable[..., Config], photos: Path, **changes: Any) -> Config:
-    """`photos` for training, and again as the validation set `held-out`; images of 64x96 in two steps."""
+    """`photos` for training, and again as validation set `held-out`; sample images of 64x96 in two steps."""
     base = make_config()
     held_out = base.datasets[0].model_copy(update={"name": "held-out", "role": "validation"})
     small = {"path": photos.parent / "validation", "height": 64, "width": 96, "num_inference_steps": 2}

@@ -1,4 +1,4 @@
-"""A real server on a cache directory, as a process or in a thread, and requests to it."""
+"""Runs a real server on a cache directory, in a process or thread, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOOPBACK = Address(port=0)
 
 @dataclass
 class Answer:
-    """What a server answered. `headers` go by lower-case names."""
+    """A response. The names of `headers` are lower-case."""
 
     status: int
     headers: Mapping[str, str]
@@ -46,7 +46,7 @@ class Answer:
         return json.loads(self.body)
 
     def problem(self, status: int, kind: str = "RequestRefused") -> Any:
-        """The problem document that the answer has to be."""
+        """Assert that this is a problem document, and return it."""
         assert (self.status, self.headers["content-type"]) == (status, "application/problem+json"), self.body
         document = self.json()
         assert (document["status"], document["kind"], document["type"]) == (status, kind, f"urn:latentcache:{kind}")
@@ -54,7 +54,7 @@ class Answer:
         return document
 
     def entries(self) -> dict[str, Entry]:
-        """The entries of the pack in the body by key, each compared with its digest and its key."""
+        """The entries of the pack in the body, by key, each checked against its digest and key."""
         assert self.status == 200, self.body
         whole, found = WholePack.in_memory("answer", self.body), {}
         for at, key in enumerate(whole.row.names()):
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(repr=False)
 class RunningServer:
-    """A server. `token` may read, `write_token` may write too; None where there is none, as of the `process`."""
+    """A server. `token` grants reading, `write_token` also writing. Tokens and `process` may be None."""
 
     cache: Path
     url: str
@@ -91,7 +91,7 @@ class RunningServer:
         token: str | None = "",
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """One request on a connection of its own, by default with the reading token. What is no bytes is JSON."""
+        """Send one request on its own connection, by default with the read token. A body that is not bytes is JSON."""
         token = self.token if token == "" else token
         sent = {} if token is None else {"Authorization": f"Bearer {token}"}
         if body is not None and not isinstance(body, bytes):
@@ -106,7 +106,7 @@ class RunningServer:
             connection.close()
 
     def begin(self, route: str, rest: bytes) -> socket.socket:
-        """Begin a request with the writing token whose body does not come to its end. Returns its connection."""
+        """Start a request with the write token and an incomplete body. Returns the connection."""
         client = socket.create_connection(self.address, timeout=20)
         head = f"{route} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.write_token}\r\n"
         client.sendall(head.encode() + b"Content-Type: application/json\r\n" + rest)
@@ -124,9 +124,9 @@ class RunningServer:
 
 @contextmanager
 def serving(cache: Path, *arguments: object, writes: bool = True) -> Iterator[RunningServer]:
-    """Serve a cache directory by a process of its own for the block. `arguments` go to `latentcache serve`.
+    """Serve a cache directory with `latentcache serve ARGUMENTS` during the block. Reading needs a token.
 
-    Reading needs a token. `writes`: there is a writing token. The process is ended in any case.
+    With `writes` there is a write token too.
     """
     command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json", *map(str, arguments)]
     token, write_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if writes else ""
@@ -145,7 +145,7 @@ def serving(cache: Path, *arguments: object, writes: bool = True) -> Iterator[Ru
 def serving_here(
     cache: Path, *, token: str | None = None, writes: bool = True, address: Address = LOOPBACK, **settings: Any
 ) -> Iterator[RunningServer]:
-    """The same by a thread of this process, with fields of `ServiceSettings`. Reading needs the `token`, if any."""
+    """The same in a thread of this process, with fields of `ServiceSettings`. Reading needs the `token`, if given."""
     write_token = secrets.token_urlsafe(24) if writes else None
     settings = {"access": access_for(address, token, write_token), "writes": writes or "encode" in settings, **settings}
     server, listener = make_server(ServiceSettings(cache=cache, **settings), address)
@@ -155,7 +155,7 @@ def serving_here(
 
 @contextmanager
 def in_thread(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]:
-    """Let a server run in a thread for the block."""
+    """Run a server in a thread during the block."""
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
@@ -167,12 +167,12 @@ def in_thread(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]
 
 
 def served_store(url: str, *, token: str | None = None, retry_s: float = 30.0, **options: Any) -> RemoteStore:
-    """The store of a service; `options` are those of `RemoteStore`."""
+    """The store of a service. `options` go to `RemoteStore`."""
     return RemoteStore(ServiceTransport(url, token=token, retry_s=retry_s), **options)
 
 
 def wait_until(is_so: Callable[[], object], timeout_s: float = 20) -> None:
-    """Wait until it is so. AssertionError: it takes longer."""
+    """Wait until a condition holds. Raises AssertionError after `timeout_s`."""
     until = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < until

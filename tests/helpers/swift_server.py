@@ -1,6 +1,6 @@
-"""A real S3 server on loopback: OpenStack Swift with its S3 interface, from the installed package.
+"""A real S3 server on loopback: OpenStack Swift with its S3 API, from the installed package.
 
-All of it runs in one process, this module as a program: the objects lie in its memory, their lists in a folder.
+It runs in one process, with this module as its program. Objects are kept in memory, their listings in a folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from obstore.store import S3Store
 
 KEY_ID, SECRET, REGION = "test:tester", "secret-of-the-tests", "us-east-1"
 _STORAGE = {"account": "account", "container": "container", "object": "mem_object"}
-"""What each server stores, and the name of its app."""
+"""Kind of server -> the name of its app."""
 _FILTERS = "catch_errors gatekeeper healthcheck memcache listing_formats s3api tempauth bulk slo copy"
 _OPTIONS = {
     "s3api": f"location = {REGION}\ns3_acl = false\ncheck_bucket_owner = false\n",
@@ -31,7 +31,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class SwiftServer:
-    """A server that runs. `environment` is what clients need to find it."""
+    """A running server. `environment` has what clients need to connect."""
 
     port: int
 
@@ -40,7 +40,7 @@ class SwiftServer:
         return "127.0.0.1", self.port
 
     def environment(self) -> Mapping[str, str]:
-        """The variables that AWS's own tools take too."""
+        """The environment variables of AWS's own tools."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": KEY_ID,
@@ -50,13 +50,13 @@ class SwiftServer:
         }
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket: obstore makes none, and signs the request for one."""
+        """Create a bucket with a presigned request, as obstore cannot create one."""
         url = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=1))
         with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10):
             pass
 
     def store(self, bucket: str, prefix: str | None = None) -> S3Store:
-        """obstore's own client of a bucket, for looking behind ours."""
+        """obstore's own client for a bucket, to inspect what ours did."""
         return S3Store(
             bucket,
             prefix=prefix,
@@ -70,7 +70,7 @@ class SwiftServer:
 
 @contextmanager
 def swift_serving() -> Iterator[SwiftServer]:
-    """A server for the block."""
+    """Run a server during the block."""
     with tempfile.TemporaryDirectory(prefix="swift-") as folder:
         command = [sys.executable, "-W", "ignore", __file__, folder]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -82,7 +82,7 @@ def swift_serving() -> Iterator[SwiftServer]:
 
 
 def _serve(folder: Path) -> None:
-    """Serve until the process that started this one ends: one device, and one copy of each object."""
+    """Serve until the parent process ends, with one device and one copy of each object."""
     import eventlet
     from eventlet import wsgi
     from swift.common import utils
@@ -116,7 +116,7 @@ def _serve(folder: Path) -> None:
         (folder / f"{kind}.conf").write_text(default + text, encoding="ascii")
         app = loadapp(str(folder / f"{kind}.conf"), allow_modify_pipeline=False)
         eventlet.spawn(wsgi.server, listener, app, log_output=False)
-    print(port, flush=True)  # that of the proxy, which is the last
+    print(port, flush=True)  # the proxy is the last
     while os.getppid() == parent:
         eventlet.sleep(1)
 

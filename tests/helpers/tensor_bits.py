@@ -1,4 +1,4 @@
-"""Tensors of any bits, also those of NaN, and what it means that two have the same."""
+"""Tensors of arbitrary bits, including NaN, and their comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes in order: uint8 [n]."""
+    """The bytes of a tensor: uint8 [n]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

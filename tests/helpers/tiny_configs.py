@@ -1,4 +1,4 @@
-"""Configs over a folder's photos with the tiny model."""
+"""Configs of a folder of photos with the tiny model."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def tiny_config(folder: Path, **changes: Any) -> Config:
 
 
 def config_of_dataset(folder: Path, settings: dict[str, Any] | None = None, **dataset: Any) -> Config:
-    """The config of `tiny_config` with these settings of its dataset, and with others by dotted name."""
+    """Like `tiny_config`, with settings of the dataset as keywords and others by dotted name."""
     return tiny_config(folder, **{f"datasets.0.{name}": value for name, value in dataset.items()}, **settings or {})

@@ -1,6 +1,6 @@
-"""Tiny models of all families, built in code with random weights: as parts, and as folders that people have.
+"""Tiny models of all families with random weights, as parts and as diffusers folders.
 
-Statistics of latents are uneven on purpose, so that an error in their scaling shows.
+The statistics of their latents are uneven on purpose, so that scaling errors show.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _STATISTICS = {
     "latents_mean": [round(0.9 * (-1) ** i * (i % 5) / 3 - 0.1, 4) for i in range(16)],
     "latents_std": [round(1.1 + 0.37 * ((i * 7) % 5), 4) for i in range(16)],
 }
-"""Uneven ones for VAEs that have them for each of their 16 channels."""
-
+"""Uneven statistics for VAEs with 16 channels."""
 _BLOCKS: dict[str, Any] = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
 _SINGLE_AND_DOUBLE: dict[str, Any] = {**_BLOCKS, "num_layers": 1, "num_single_layers": 1}
 _FLUX = {**_SINGLE_AND_DOUBLE, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8), "in_channels": 64}
@@ -40,22 +39,22 @@ _LLM = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 _SHARED_HEADS = {"num_key_value_heads": 1, "max_position_embeddings": 4096}
 _ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _QWEN3_VL = {"head_dim": 8, "rope_parameters": _ROPE}
-"""Settings of language models, the last of Qwen3-VL's."""
+"""Settings of language models; the last is for Qwen3-VL."""
 _DEEP = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-"""Settings of its part that reads images."""
+"""Settings of its vision encoder."""
 _T5_WORDS = ("▁a", "▁cat", "▁red", "▁on", "▁the", "▁table", "▁cats", "▁of", "▁in")
 _QWEN_SPECIALS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
     "<|video_pad|>",
 )
-# Of the system prompts that the pipelines drop by a fixed number of tokens: 34, and 64 for editing.
+# The system prompts, of which the pipelines drop a fixed number of tokens: 34, or 64 for editing.
 _QWEN_TEXT = (
     "system user assistant Describe 's Ġ( ), Ġthe Ġimage Ġby Ġdetailing Ġcolor Ġshape Ġsize Ġtexture "
     "Ġquantity Ġtext Ġspatial Ġrelationships Ġof Ġobjects Ġand Ġbackground color Ġkey Ġfeatures Ġinput "
     "Ġthen Ġexplain Ġhow Ġuser Ġinstruction Ġshould Ġalter Ġor Ġmodify Ġa Ġnew Ġthat Ġmeets "
     "Ġrequirements Ġwhile Ġmaintaining Ġconsistency Ġwith Ġoriginal Ġwhere Ġappropriate ĠGenerate"
 )
-_CHAT_TEMPLATE = (  # Qwen3's, reduced: the user's turn, the generation prompt, an empty block where thinking is off
+_CHAT_TEMPLATE = (  # Qwen3's, reduced: the user's turn, the generation prompt, an empty block if thinking is off
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -67,39 +66,39 @@ _BLOCK_TEMPLATE = (  # Mistral's, reduced: messages are lists of blocks
 
 
 def tiny_model(family: str = DEFAULT, seed: int = 0) -> dict[str, Any]:
-    """All parts of the family's tiny model, the denoiser and the scheduler too: float32, CPU, frozen, a copy."""
+    """A copy of the family's tiny model with denoiser and scheduler: float32, CPU, frozen."""
     return copy.deepcopy(_built(family, seed))
 
 
 def tiny_encoders(family: str, seed: int = 0) -> dict[str, Any]:
-    """What `LoadedModels` takes of it: VAE, text encoders and tokenizers."""
+    """The parts for `LoadedModels`: VAE, text encoders and tokenizers."""
     made, parts = _built(family, seed), family_named(family).parts
     return copy.deepcopy({name: made[name] for name, part in parts.items() if name in made or not part.optional})
 
 
 def tiny_denoiser(family: str, seed: int = 0) -> Any:
-    """Its denoiser alone, trainable."""
+    """The denoiser alone, trainable."""
     return copy.deepcopy(_built(family, seed)[family_named(family).denoiser]).train().requires_grad_(True)
 
 
 def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DEFAULT) -> Path:
-    """Write the parts, and the tiny model's others, as a diffusers folder, which `ModelLoader` and diffusers read."""
+    """Write a diffusers folder with these parts and otherwise the tiny model's."""
     whole_pipeline(family_named(family), **{**tiny_model(family), **parts}).save_pretrained(path)
     return path
 
 
 def whole_pipeline(family: Family, **parts: Any) -> Any:
-    """diffusers' pipeline of these parts, which reads texts and decodes where it has the parts for that."""
-    if family.name == "ideogram4-projected":  # which calls a pipeline of the model without the part of its own
+    """diffusers' pipeline with these parts. It encodes texts and decodes if it has the parts for that."""
+    if family.name == "ideogram4-projected":  # its pipeline is ideogram4's, without the projection
         del parts["projection"]
         family = family_named("ideogram4")
     return ModularPipeline(parts) if family.name.startswith("anima") else family.pipeline(**parts)
 
 
 class ModularPipeline:
-    """Anima's blocks, with what tests use of other pipelines."""
+    """Anima's blocks, with the interface of other pipelines as far as tests use it."""
 
-    __module__ = "diffusers.modular_pipelines.anima.before_denoise"  # that which draws noise
+    __module__ = "diffusers.modular_pipelines.anima.before_denoise"  # the module that draws noise
 
     def __init__(self, parts: Mapping[str, Any]):
         from diffusers.modular_pipelines import SequentialPipelineBlocks
@@ -143,14 +142,14 @@ class ModularPipeline:
 
 @cache
 def tiny_folder(family: str) -> str:
-    """The tiny model as a diffusers folder, for `model.path`. Shared by a process: tests do not change it."""
+    """The tiny model as a diffusers folder, for `model.path`. Shared in the process: tests must not change it."""
     folder = tempfile.mkdtemp(prefix=f"tiny-{family}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(save_diffusers_folder({}, Path(folder), family))
 
 
 def without_torchvision(patch: pytest.MonkeyPatch, family: Family) -> None:
-    """Processors of folders are loaded by the tiny model's class, which reads no videos."""
+    """Load processors with the tiny model's class, which does not need torchvision for videos."""
     for name in family.names("tokenizer"):
         part = family.parts[name]
         if part.needs is not None:
@@ -161,7 +160,7 @@ def without_torchvision(patch: pytest.MonkeyPatch, family: Family) -> None:
 
 @cache
 def _built(family: str, seed: int) -> dict[str, Any]:
-    """By the function of its name. Building a model takes longer than copying it."""
+    """Build by the function named after the family. Cached, because copying a model is faster than building it."""
     with seeded(seed):
         return frozen(globals()["_" + family.replace("-", "_")](seed))
 
@@ -171,7 +170,7 @@ def _sdxl(seed: int) -> dict[str, Any]:
 
 
 def _sd15(seed: int) -> dict[str, Any]:
-    encoder, vae = clip_text_model(), image_vae(4, scaling_factor=0.18215)
+    encoder = transformers.CLIPTextModel(tiny_part("text_encoder").config)
     downwards, upwards = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
     blocks = {"down_block_types": downwards, "up_block_types": upwards, "block_out_channels": (16, 32)}
     sizes = {"sample_size": 8, "layers_per_block": 1, "attention_head_dim": 4, "cross_attention_dim": 32}
@@ -179,14 +178,15 @@ def _sd15(seed: int) -> dict[str, Any]:
     scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
     )
-    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tiny_part("tokenizer")}
+    parts = {"vae": image_vae(4, scaling_factor=0.18215), "text_encoder": encoder, "tokenizer": tiny_part("tokenizer")}
     return {**parts, "unet": randomised(unet, seed), "scheduler": scheduler}
 
 
 def _flux(seed: int) -> dict[str, Any]:
     t5, vae = t5_tokenizer(), image_vae(16, **_FLUX_SCALING)
     transformer = diffusers.FluxTransformer2DModel(**_FLUX, pooled_projection_dim=32, guidance_embeds=True)
-    encoders = {"text_encoder": clip_text_model(), "text_encoder_2": t5_model(t5)}
+    clip = transformers.CLIPTextModel(tiny_part("text_encoder").config)
+    encoders = {"text_encoder": clip, "text_encoder_2": t5_model(t5)}
     return flow_model(transformer, seed, vae, **encoders, tokenizer=tiny_part("tokenizer"), tokenizer_2=t5)
 
 
@@ -222,13 +222,13 @@ def _wan_i2v(seed: int) -> dict[str, Any]:
 
 
 def wan_2_1_i2v(seed: int = 0) -> dict[str, Any]:
-    """That of Wan 2.1: with an image encoder and its processor, and a denoiser that takes rows of it."""
+    """Wan 2.1: also has an image encoder with a processor, and a denoiser that takes its output."""
     made = tiny_model("wan-i2v")
     denoiser = type(made["transformer"]).from_config(made["transformer"].config, image_dim=24, added_kv_proj_dim=32)
     sizes: dict[str, Any] = {**_LLM, "hidden_size": 24, "image_size": 32, "patch_size": 16, "num_hidden_layers": 3}
     encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes))
     made |= {"transformer": randomised(denoiser, 5), "image_encoder": randomised(encoder, seed + 6)}
-    # The crop keeps a part of a square whose side is 40, as that of a wide frame does.
+    # The crop keeps part of a 40x40 square, like the crop of a wide frame.
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32})
     return frozen({**made, "image_processor": processor})
 
@@ -278,12 +278,12 @@ _qwen_image_21_edit = _qwen_image_21
 
 
 def _ideogram4(seed: int) -> dict[str, Any]:
-    """An encoder that has a layer more than is read; the second transformer is for guidance alone."""
+    """The encoder has one layer more than is read. The second transformer is only for guidance."""
     tokenizer = qwen_tokenizer(_BLOCK_TEMPLATE + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     encoder = qwen_vl_model(tokenizer, 37, "Qwen3VL", "Qwen3VLModel", _QWEN3_VL, _DEEP)
     vae = flux2_vae(seed)
     for values in (vae.bn.running_mean, vae.bn.running_var):
-        # By (row, column, channel) of a patch, nearly alike at its four places, as the published ones are.
+        # By (row, column, channel) of a patch, and nearly equal at its four positions, as in the published model.
         values.copy_(values[:32].repeat(4) * torch.linspace(0.97, 1.03, 128))
     sizes = {"in_channels": 128, "intermediate_size": 64, "adaln_dim": 32, "llm_features_dim": 16 * 13}
     first, second = (
@@ -302,7 +302,7 @@ def _ideogram4_projected(seed: int) -> dict[str, Any]:
 
 
 def _flux2(seed: int) -> dict[str, Any]:
-    """An encoder of 16 features, which has a layer more than is read."""
+    """The encoder has one layer more than is read."""
     tokenizer = qwen_tokenizer()
     encoder = qwen3_model(tokenizer, 28, "Qwen3ForCausalLM")
     return flow_model(flux2_transformer(), seed, flux2_vae(seed), text_encoder=encoder, tokenizer=tokenizer)
@@ -325,7 +325,11 @@ def _anima(seed: int) -> dict[str, Any]:
         **_BLOCKS, **sizes, rope_scale=(1.0, 4.0, 4.0), extra_pos_embed_type=None
     )
     encoders = {"text_encoder": qwen3_model(tokenizer, 3, "Qwen3Model"), "text_conditioner": randomised(conditioner, 5)}
-    parts = {"tokenizer": tokenizer, "t5_tokenizer": t5, "scheduler": shifted_scheduler()}
+    parts = {
+        "tokenizer": tokenizer,
+        "t5_tokenizer": t5,
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
     return flow_model(transformer, seed, video_vae("AutoencoderKLQwenImage", seed), **encoders, **parts)
 
 
@@ -336,7 +340,7 @@ def _anima_states(seed: int) -> dict[str, Any]:
 
 
 def stand_in_for_torchvision() -> None:
-    """Cosmos resizes its padding mask with it. Where it is missing torch does the same, and nothing is refused."""
+    """Let Cosmos resize its padding mask with torch if torchvision is missing."""
     if diffusers.utils.is_torchvision_available():
         return
     from diffusers.models.transformers import transformer_cosmos
@@ -357,14 +361,18 @@ def _ernie_image(seed: int) -> dict[str, Any]:
     transformer = diffusers.ErnieImageTransformer2DModel(
         **sizes, in_channels=128, out_channels=128, rope_axes_dim=(8, 4, 4)
     )
-    parts = {"text_encoder": encoder, "tokenizer": tokenizer, "scheduler": shifted_scheduler()}
+    parts = {
+        "text_encoder": encoder,
+        "tokenizer": tokenizer,
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
     return flow_model(transformer, seed, flux2_vae(seed), **parts)
 
 
 def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """The module with every parameter random, of a size that lets texts and conditions through.
+    """Randomise every parameter, so that outputs depend on texts and conditions.
 
-    Some models begin with gates of zero, or with memory that is not set: their outputs would depend on nothing.
+    Some models initialise gates to zero, or leave memory uninitialised.
     """
     with torch.no_grad(), seeded(seed):
         for part in module.modules():
@@ -378,26 +386,21 @@ def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def byte_symbols() -> list[str]:
-    """The printable stand-ins for the 256 bytes, in the order of CLIP's vocabulary."""
+    """The printable symbols of the 256 bytes, in the order of CLIP's vocabulary."""
     return list(tiny_part("tokenizer").convert_ids_to_tokens(list(range(256))))
 
 
-def clip_text_model() -> Any:
-    """A CLIP text encoder as the first of the tiny SDXL, with other weights."""
-    return transformers.CLIPTextModel(tiny_part("text_encoder").config)
-
-
 def image_vae(channels: int, **options: Any) -> Any:
-    """An AutoencoderKL as the tiny SDXL's, with other weights and these settings."""
+    """An AutoencoderKL like the tiny SDXL's, with other weights and these settings."""
     settings = {**tiny_part("vae").config, "latent_channels": channels, "force_upcast": False, **options}
     return diffusers.AutoencoderKL.from_config(settings)
 
 
 def t5_tokenizer() -> Any:
-    """A T5 tokenizer over letters and a few words, of 512 tokens a text."""
+    """A T5 tokenizer with letters and a few words, for texts of up to 512 tokens."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0)]
     pieces += [(word, -2.0) for word in _T5_WORDS] + [(chr(code), -5.0) for code in range(33, 127)]
-    tokenizer_class: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]  # made when asked for
+    tokenizer_class: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]  # created lazily
     return tokenizer_class(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
@@ -410,10 +413,10 @@ def t5_model(tokenizer: Any, name: str = "T5") -> Any:
 
 
 def qwen_tokenizer(chat_template: str = _CHAT_TEMPLATE) -> Any:
-    """A Qwen tokenizer of bytes. The words of the system prompts are whole tokens: a fixed number is dropped."""
+    """A Qwen tokenizer of bytes, with the words of the system prompts as tokens, as a fixed number is dropped."""
     vocab = {symbol: index for index, symbol in enumerate(byte_symbols())}
     merges: list[tuple[str, str]] = []
-    made: Any = transformers.Qwen2Tokenizer  # its types say less than it takes
+    made: Any = transformers.Qwen2Tokenizer  # its type hints are too narrow
     for word in _QWEN_TEXT.split():
         pieces = [token.value for token in made(vocab=vocab, merges=merges).backend_tokenizer.model.tokenize(word)]
         for piece in pieces[1:]:
@@ -435,7 +438,7 @@ def qwen3_model(tokenizer: Any, num_layers: int, class_name: str) -> Any:
 
 
 def mistral3_model(tokenizer: Any, num_layers: int, class_name: str, text_type: str) -> Any:
-    """A Mistral 3 of this class, whose language model is of this type."""
+    """A Mistral 3 of this class, with a language model of this type."""
     sizes = {**_LLM, "head_dim": 8}
     text = {"model_type": text_type, **sizes, **_SHARED_HEADS, "vocab_size": len(tokenizer)}
     if text_type == "ministral3":
@@ -448,7 +451,7 @@ def mistral3_model(tokenizer: Any, num_layers: int, class_name: str, text_type: 
 def qwen_vl_model(
     tokenizer: Any, num_layers: int, name: str, class_name: str, text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> Any:
-    """A Qwen that reads images too: `name` as `Qwen2_5_VL`, with more settings of its two configs."""
+    """A Qwen-VL model, such as `Qwen2_5_VL`, with these settings of its text and vision configs."""
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     specials = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     ids = {"bos_token_id": None, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -463,14 +466,14 @@ def qwen_vl_model(
 
 
 def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: Any) -> Any:
-    """A processor of texts and images. That of the library has one of videos too, which needs torchvision."""
+    """A processor of texts and images. The library's also has one for videos, which needs torchvision."""
     made_class: Any = getattr(transformers, f"{name}Processor")
 
-    class TinyProcessor(made_class):  # type: ignore[misc]  # it is chosen by its name
+    class TinyProcessor(made_class):  # type: ignore[misc]  # chosen by name
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
             super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
-        def check_argument_for_proper_class(self, *_: Any) -> None:  # it looks in a table that needs torchvision
+        def check_argument_for_proper_class(self, *_: Any) -> None:  # it would need torchvision
             return None
 
     reader = transformers.Qwen2VLImageProcessor(**image_settings)
@@ -478,13 +481,13 @@ def qwen_vl_processor(tokenizer: Any, name: str = "Qwen2VL", **image_settings: A
 
 
 def video_vae(class_name: str, seed: int) -> Any:
-    """A VAE of this class whose 16 channels have uneven statistics: 8 pixels per latent row."""
+    """A VAE of this class with uneven statistics of its 16 channels, and 8 pixels per latent row."""
     sizes = {"base_dim": 4, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     return randomised(getattr(diffusers, class_name)(**sizes, **_STATISTICS), seed)
 
 
 def flux2_vae(seed: int) -> Any:
-    """An AutoencoderKLFlux2 of 8 pixels per latent row, whose batch norm has uneven statistics."""
+    """An AutoencoderKLFlux2 with 8 pixels per latent row, and uneven statistics of its batch norm."""
     vae: Any = diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 16, 16, 16), latent_channels=32, norm_num_groups=4, sample_size=64
     )
@@ -496,25 +499,21 @@ def flux2_vae(seed: int) -> Any:
 
 
 def flux2_transformer(*, guidance_embeds: bool = False) -> Any:
-    """A denoiser of FLUX.2, of two blocks, for scaled latents and three layers of 16 features."""
+    """A FLUX.2 denoiser with two blocks, for three text encoder layers of 16 features."""
     sizes = {"in_channels": 128, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4)}
     return diffusers.Flux2Transformer2DModel(
         **_SINGLE_AND_DOUBLE, **sizes, timestep_guidance_channels=32, guidance_embeds=guidance_embeds
     )
 
 
-def shifted_scheduler() -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-
-
 def flow_model(transformer: Any, seed: int, vae: Any, **parts: Any) -> dict[str, Any]:
-    """These parts, a transformer whose parameters are made random, and the scheduler of most flow models."""
+    """These parts, with a randomised transformer and the scheduler of most flow models."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     return {"scheduler": scheduler, "vae": vae, **parts, "transformer": randomised(transformer, seed)}
 
 
 def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0) -> Any:
-    """A whole pipeline of diffusers over `parts`; those that are not given are of the tiny model of DEFAULT."""
+    """A diffusers pipeline with `parts`, and otherwise those of the tiny SDXL."""
     family = family_named(DEFAULT)
     made = {**tiny_model(DEFAULT, seed), family.denoiser: tiny_denoiser(DEFAULT, seed)}
     return family.pipeline(**{**made, **(parts or {})})

@@ -1,4 +1,4 @@
-"""A small training run that uses everything a checkpoint holds: dropout, batch norm, three generators, AMP, EMA."""
+"""A small training run that uses everything in a checkpoint: dropout, batch norm, three RNGs, AMP, EMA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 class Run:
-    """Model, optimizer, scheduler, scaler and EMA on a device. Two runs of one seed do the same, bit by bit."""
+    """Model, optimizer, scheduler, scaler and EMA on a device. Runs with one seed are bit-identical."""
 
     def __init__(
         self, device: torch.device | str = "cpu", *, seed: int = 0, scheduler: str = "multi-step", **flags: Any
@@ -52,7 +52,7 @@ class Run:
         return {name: getattr(self, name) for name in names}
 
     def train(self, num_steps: int) -> list[torch.Tensor]:
-        """The losses, on the CPU."""
+        """Train, and return the losses on the CPU."""
         losses = []
         for _ in range(num_steps):
             inputs = torch.randn(8, 4) * random.random() + float(np.random.rand())
@@ -78,7 +78,7 @@ class Run:
         return [leaf.detach().cpu().clone() for leaf in tree_leaves(states) if isinstance(leaf, torch.Tensor)]
 
     def numbers(self) -> list[Any]:
-        """Every other value of every part, and the next draw of each generator (which advances it)."""
+        """Every other value of every part, and the next draw of each RNG (which advances it)."""
         states = [part.state_dict() for part in self.parts.values()]
         plain = [leaf for leaf in tree_leaves(states) if not isinstance(leaf, torch.Tensor)]
         draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
@@ -86,7 +86,7 @@ class Run:
 
 
 class Trap:
-    """What a hostile file does: the call happens while it is read."""
+    """A hostile object: unpickling it calls a function."""
 
     def __init__(self, path: Path):
         self.path = path

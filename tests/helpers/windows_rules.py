@@ -1,15 +1,13 @@
-"""A pytest plugin that gives the package the rules of Windows on Linux: `pytest -p helpers.windows_rules`.
+"""Pytest plugin that applies Windows' rules to the package on Linux: `pytest -p helpers.windows_rules`.
 
-It emulates nothing. It takes away what Windows lacks, and refuses what Windows refuses, for callers in `latentcache`
-alone, so that a lane can show what would fail there:
+For callers in `latentcache` alone it hides what Windows lacks and refuses what Windows refuses:
 
-* names: modules, and names of `os`, `signal` and `mmap`, that Windows has not. `os.name` is "nt";
-* files: a file that is open or mapped is neither removed, renamed nor replaced; `os.rename` replaces nothing; a folder
-  cannot be opened; names with `<>:"|?*`, a trailing dot or space, or of a device are refused, and so is a new name
-  that differs from another in case alone;
+* names: modules, and attributes of `os`, `signal` and `mmap`, that Windows lacks. `os.name` is "nt";
+* files: open or mapped files cannot be removed, renamed or replaced; `os.rename` does not replace; folders cannot be
+  opened; names with `<>:"|?*`, a trailing dot or space, or of a device are refused, as are names that differ in case;
 * text: `os.open` without O_BINARY writes "\\r\\n" for "\\n".
 
-What it cannot show: LockFileEx itself, programs that hold a new file for a moment, UNC paths.
+It cannot show LockFileEx itself, programs that briefly hold a new file, or UNC paths.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import psutil
 
 PACKAGE = "latentcache"
 LOCKS = f"{PACKAGE}.utils.file_locks"
-"""The module whose Linux half stands in for its Windows half, which needs ctypes of Windows."""
+"""Uses its Linux implementation, because the Windows one needs Windows' ctypes."""
 MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
 ABSENT = {
     "os": {
@@ -49,7 +47,7 @@ ABSENT = {
 O_BINARY = 1 << 30
 BAD_NAME = re.compile(r'[<>:"|?*\x00-\x1f]|[ .]$|^(con|prn|aux|nul|com[1-9]|lpt[1-9])(\.|$)', re.IGNORECASE)
 PASSED_THROUGH = ("pathlib", "shutil", "os", "contextlib", "tempfile", "posixpath", "io", __name__)
-"""Modules between the package and the system call."""
+"""Modules that may be on the stack between the package and the system call."""
 REAL = {name: getattr(os, name) for name in ("open", "write", "fsync", "utime", "unlink", "remove", "rmdir")}
 REAL |= {name: getattr(os, name) for name in ("rename", "replace")}
 
@@ -61,7 +59,7 @@ def denied(path: object, why: str) -> PermissionError:
 
 
 def called_by_the_package() -> bool:
-    """Whether the caller's caller is of the package, directly or through the standard library."""
+    """Whether the package made this call, directly or through the standard library."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         root = frame.f_globals.get("__name__", "").split(".")[0]
@@ -74,7 +72,7 @@ def called_by_the_package() -> bool:
 
 
 def why_in_use(path: str) -> str | None:
-    """Why a file, or one below a folder, cannot be removed or renamed; None where it can."""
+    """Return why a file, or one in a folder, cannot be removed or renamed, or None."""
     if os.path.islink(path) or not os.path.lexists(path):
         return None
     real = os.path.realpath(path)
@@ -123,7 +121,7 @@ def renaming(name: str) -> Callable[..., None]:
 
 
 def check_name(path: object, *, is_new: bool) -> None:
-    """Refuse a name that Windows has not, or a new one that is another's but for its case."""
+    """Refuse a name that is invalid on Windows, or a new one that differs from another in case alone."""
     text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
     folder, name = os.path.split(os.path.abspath(text))
     if not text or not name or folder.startswith(("/proc", "/dev/fd", "/sys")):
@@ -137,7 +135,7 @@ def check_name(path: object, *, is_new: bool) -> None:
 
 
 class View(types.ModuleType):
-    """A module as the package sees it: without some names, and with some of its own."""
+    """A module as the package sees it: without some names, and with some replaced."""
 
     def __init__(self, module: types.ModuleType, absent: set[str], own: dict[str, object]):
         super().__init__(module.__name__)
@@ -181,7 +179,7 @@ def utime(path: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def install() -> None:
-    """Give the package its views of the system. Modules that it imported before would keep the real ones."""
+    """Install the views. Modules of the package that are already imported would keep the real ones."""
     assert PACKAGE not in sys.modules, "load this plugin by -p, before the package is imported"
     own: dict[str, object] = {"name": "nt", "O_BINARY": O_BINARY, "open": open_file, "write": write, "fsync": fsync}
     own |= {"utime": utime, "supports_dir_fd": frozenset(), "supports_fd": frozenset()}

@@ -1,13 +1,11 @@
-"""Builds the wheel and the source distribution, and uses the wheel as somebody does who never saw this repository.
+"""Builds the wheel and the source distribution, and uses the wheel outside the repository: the lane `wheel`.
 
-The lane `wheel` of scripts/test.py runs this program. The wheel is installed into a `.venv-wheel` outside the
-repository, which finds the dependencies in the environment that runs this: that they are declared is what the lane
-`core` and tests/test_package.py show.
+The wheel's environment finds the dependencies in the environment that runs this. The lane `core` and
+tests/test_package.py show that they are declared.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "latentcache/train_lora.py"
-"""scripts/train_lora.py, under the name that it has in the wheel."""
+"""The name of scripts/train_lora.py in the wheel."""
 READ = """
 import latentcache
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
@@ -36,31 +34,32 @@ assert batch["latents"].shape[:2] == (2, 4) and batch["prompt_embeds"].shape[0] 
 
 
 def run(*command: str, cwd: Path) -> str:
-    """Return what a command prints, in an environment that does not name this repository."""
+    """Run a command without this repository in its environment, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def contents(wheel: Path) -> dict[str, str]:
-    """The digest of each file in a wheel."""
+def contents(wheel: Path) -> dict[str, bytes]:
+    """The files in a wheel."""
     with zipfile.ZipFile(wheel) as file:
-        return {name: hashlib.sha256(file.read(name)).hexdigest() for name in file.namelist()}
+        return {name: file.read(name) for name in file.namelist()}
 
 
-def check_contents(built: dict[str, str], rebuilt: dict[str, str]) -> None:
-    """The wheel has the package, whole, and the source distribution builds the same one."""
+def check_contents(built: dict[str, bytes], rebuilt: dict[str, bytes]) -> None:
+    """The wheel contains the whole package, and the source distribution builds the same wheel."""
     files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "latentcache").rglob("*") if path.is_file()}
     expected = {name: path for name, path in files.items() if "__pycache__" not in name}
     expected[PROGRAM] = ROOT / "scripts" / "train_lora.py"
-    packed = {name: digest for name, digest in built.items() if name.startswith("latentcache/")}
-    assert packed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in expected.items()}
-    assert built == rebuilt, f"the source distribution builds another wheel: {sorted(built.items() ^ rebuilt.items())}"
+    packed = {name: data for name, data in built.items() if name.startswith("latentcache/")}
+    assert packed == {name: path.read_bytes() for name, path in expected.items()}
+    other = sorted(name for name, _ in built.items() ^ rebuilt.items())
+    assert not other, f"the source distribution builds another wheel: {other}"
 
 
 def use(python: Path, folder: Path) -> None:
-    """From another folder: the command line, a first config, a precache, a batch, the doctor and a short training."""
+    """In another folder: write a config, precache, read a batch, run the doctor and a short training."""
     pixels = np.random.default_rng(0).integers(0, 255, (3, 300, 400, 3), dtype=np.uint8)
     (folder / "photos").mkdir(parents=True)
     for number, image in enumerate(pixels):
