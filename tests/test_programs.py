@@ -91,7 +91,7 @@ def test_the_checks_for_a_card_pass_on_other_devices(device, tmp_path):
     chosen = [] if device == "cpu" else ["--check", *CHECKS[device]]
     arguments = ("--json", "--device", device, "--part", "checks", *chosen)
     found = run("bench_cuda", tmp_path, *arguments, on_simulated_device=device == "sim")["checks"]
-    assert device == "sim" or found.pop("leaving")["text"] == "parts are parked on the CPU, which is the device here"
+    assert device == "sim" or found.pop("leaving")["text"] == "parts are parked on the CPU, which is the device itself"
     assert {name: check["outcome"] for name, check in found.items()} == dict.fromkeys(CHECKS[device], "passed"), found
 
 

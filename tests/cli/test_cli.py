@@ -141,7 +141,7 @@ def test_flags_override_every_scalar_setting(config_file, run_ok, tmp_path, phot
         ("import kohya .", "which cache? Give its directory"),
         ("import kohya photos --cache x --verify 3", "--verify encodes entries again: give --config"),
         ("import kohya nowhere --cache x", "is not a folder"),
-        (f"status {'x' * 300}", "xxx: File name too long"),
+        (f"status {'x' * 300}", "File name too long"),
     ],
 )
 def test_what_cannot_run_exits_with_2_and_says_why(cached, run, run_json, command, message):

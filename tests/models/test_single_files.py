@@ -201,9 +201,7 @@ def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
     with pytest.raises(ModelError, match=r"missing, e\.g\. .*Set model\.vae"):
         ModelLoader(str(file), config=str(config), family=family).vae(F32)
     save({name: each for name, each in load_file(file).items() if "llm_adapter.out_proj" not in name}, file)
-    with pytest.raises(
-        ModelError, match=r"2 missing, e\.g\. out_proj\.bias.*that includes llm_adapter\.\*"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"2 missing, e\.g\. out_proj\.bias.*that includes llm_adapter\.\*") as caught:
         ModelLoader(str(file), config=str(config), family=family).text_encoders(F32)
     assert caught.value.part == "text_conditioner"
 
