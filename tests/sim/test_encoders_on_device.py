@@ -136,7 +136,7 @@ def test_sequentially_offloaded_models_run_under_their_hooks_and_a_run_says_what
     for name in ENCODERS:
         assert {t.device.type for t in parts[name].parameters()} == {"meta"}
     torch.testing.assert_close([each.cpu() for each in found], expected)
-    with pytest.raises(ModelError, match=r"offloaded.*Pass the module before offloading is enabled"):
+    with pytest.raises(ModelError, match=r"offloaded.*Pass the module before enabling offloading"):
         run_precache(make_config(**{"encode.device": str(device)}), models=LoadedModels(**parts))
 
 
