@@ -126,7 +126,7 @@ def test_a_denoiser_with_another_projection_is_refused(tmp_path: Path) -> None:
         load_denoiser(tmp_path / "other", dtype=F32, model=model)
     folder = shutil.copytree(tiny_folder(PROJECTED.name), tmp_path / "model")
     denoiser.save_pretrained(folder / "transformer_2")
-    with pytest.raises(ModelError, match="the projection of .* differs from that of"):
+    with pytest.raises(ModelError, match=r"the projection of .* differs from that of"):
         load_denoiser(dtype=F32, model=ModelConfig(path=str(folder), family=PROJECTED.name, denoiser="transformer_2"))
     with pytest.raises(ModelError, match="takes prompt_embeds of width 32, but the cache has 208"):
         check_fits(denoiser, PROJECTED, {"prompt_embeds": (5, 208)})
