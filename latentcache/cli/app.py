@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which Windows does not define
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG):  # of a path that was given
+        about_paths = errno.EACCES, errno.ENAMETOOLONG
+        if isinstance(error, OSError) and error.errno in about_paths and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
             print(f"latentcache: {text}", file=sys.stderr)
             return fail(error, as_json, text)

@@ -136,7 +136,8 @@ class ManifestFolder:
             raise unreadable(file, error) from error
         manifest = read_manifest(data, name, file)
         if isinstance(data, mmap.mmap):
-            data.madvise(mmap.MADV_DONTNEED)  # verifying the digest touched every page, and few are used again
+            with suppress(OSError):  # a hint: verifying the digest touched every page, and few are used again
+                data.madvise(mmap.MADV_DONTNEED)
         return manifest
 
     def write(self, manifest: Manifest) -> None:

@@ -18,6 +18,7 @@ from latentcache.devices.tensor_location import (
     Mover,
     PartTensor,
     device_of_values,
+    hooks_by_path,
     is_optimizer,
     is_partitioned,
     is_scaler,
@@ -144,6 +145,7 @@ def audit(
             findings += _misplaced(item, devices.get(item.path), inferred)
     for part, value in parts.items():
         if isinstance(value, torch.nn.Module):
+            findings += _wrong_hook(part, value, devices.get(part))
             findings += _wrong_modes(part, value, flags)
         elif is_scaler(value):
             findings += _wrong_scale(part, value, devices.get(part) or inferred)
@@ -195,9 +197,6 @@ def _misplaced(
     hook, found, expected = item.hook, device_of_values(item.tensor), declared or inferred
     if hook is not None and declared != CPU:  # it may be parked under its hooks
         expected = hook.execution_device
-        if declared not in (None, expected):
-            yield _finding(item, "hook", str(expected), str(declared), "error", "its offload hook runs it there")
-            return
     waits = hook is not None and hook.moves_weights and found in (CPU, META)
     if expected is None or found == expected or waits:
         return
@@ -217,6 +216,14 @@ def _misplaced(
 
 def _finding(item: PartTensor, kind: AuditKind, found: str, expected: str, level: Level, reason: str) -> AuditFinding:
     return AuditFinding(item.part, item.name, kind, tuple(item.tensor.shape), found, expected, level, reason)
+
+
+def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | None) -> Iterator[AuditFinding]:
+    """A part under hooks runs on their device, whatever is declared. One finding for its outermost hook."""
+    path, hook = next(iter(hooks_by_path(module).items()), ("", None))
+    if hook is not None and declared not in (None, CPU, hook.execution_device):
+        found, reason = str(hook.execution_device), "its offload hook runs it there"
+        yield AuditFinding(part, path, "hook", None, found, str(declared), "error", reason)
 
 
 def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) -> Iterator[AuditFinding]:

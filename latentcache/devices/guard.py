@@ -47,7 +47,7 @@ def guard(module: torch.nn.Module, *, managed: Iterable[str] = ()) -> Iterator[t
         if path not in parts:
             raise DeviceError(f"managed: there is no submodule {path!r} in {type(module).__name__}")
     moved = {*managed, *movers(module), *(path for path, part in parts.items() if offload_hook_of(part) is not None)}
-    unchecked = tuple(f"{path}." for path in managed)
+    unchecked = tuple(f"{path}." if path else "" for path in managed)
     with ExitStack() as hooks:
         for path, part in parts.items():
             if f"{path}.".startswith(unchecked):

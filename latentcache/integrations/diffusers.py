@@ -40,6 +40,7 @@ from latentcache.types import Batch, Size
 from latentcache.utils.signals import stop_on_signals
 from latentcache.validation.loss_parts import check_controls
 from latentcache.validation.noise_schedule import NoiseSchedule
+from latentcache.validation.runner import validation_sets
 from latentcache.validation.sample_images import prompt_embeddings
 
 __all__ = [
@@ -286,7 +287,7 @@ def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
     try:
         keys = {key for name in names for key in cache.manifest(name).rows.entry_keys(usable=True)}
         prompts, negative = config.validation.prompts, config.validation.negative_prompt
-        prompt_embeddings(own, prompts, negative, device="cpu", datasets=names)
+        prompt_embeddings(own, prompts, negative, device="cpu", datasets=validation_sets(cache, config))
     except StoreError:
         return False
     return len(cache.store.find(keys)) == len(keys)

@@ -24,6 +24,7 @@ from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.parts import TrainerFiles
 from latentcache.types import Geometry, Refusal, Size
+from latentcache.utils.durable_files import expanded
 
 MAX_FILE_BYTES = 256 << 20
 """Largest file that is read, also unpacked. A float32 latent of 16,384 x 16,384 pixels has 67 MB."""
@@ -288,14 +289,16 @@ class SourceImages:
         self._by_stem: dict[str, list[str]] = {}
         if folder is None:
             return
-        if not os.path.isdir(folder):
+        folder = expanded(folder)
+        if not folder.is_dir():
             raise DatasetError(folder, "is not a folder; give the folder of the images")
         if not caption_extension.startswith(".") or is_image(f"a{caption_extension}"):
             message = f"caption_extension is {caption_extension!r}; write it like '.txt'"
             raise ConfigError(message, key="caption_extension")
         self._source = CaptionFileSource(os.path.abspath(folder), caption_extension)
         for sample in self._source.samples():
-            self._by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
+            if is_image(sample.sample_id):  # a refusal may be of a folder
+                self._by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
             if isinstance(sample, Refusal):
                 self.refused[sample.sample_id] = sample
                 continue

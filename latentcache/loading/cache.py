@@ -243,9 +243,10 @@ class LatentCache(Closing):
                 prompts = self.manifest(name)
                 if (row := prompts.rows.get(sample_id)) is not None:
                     return SampleRef(sample_id, (row.captions[0].key,), SampleFacts.of(prompts))
-        setting = "negative_prompt" if negative and not beside else "prompts"
-        remedy = f"add {'the caption' if beside else 'it'} to validation.{setting} and {PRECACHE}"
-        raise SampleError(sample_id, "is not cached", remedy)
+        setting = "negative_prompt" if negative else "prompts"
+        raise SampleError(
+            sample_id, "is not cached", PRECACHE if beside else f"add it to validation.{setting} and {PRECACHE}"
+        )
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service encodes on demand. Raises `missing` if there is no such service."""

@@ -5,11 +5,14 @@ FSDP, DeepSpeed ZeRO-3, offload hooks and quantisation packages place parts them
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from latentcache.checkpoints.parts import unwrapped_module
@@ -47,10 +50,11 @@ class ModelParts:
             other = names.setdefault(id(module), name)
             if other != name:
                 raise PhaseError(f"{other} and {name} are one module: give it one name", phase="none")
+        self._ddp: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._find_wrappers()
         unknown = self.immovable - self.modules.keys()
         if unknown:
             raise PhaseError(f"immovable names {sorted(unknown)}; {self.known()}", phase="train")
-        self._trained = frozenset(self.trained())
 
     def known(self) -> str:
         """The names of the modules, for an error message."""
@@ -73,14 +77,14 @@ class ModelParts:
 
         Shared memory on `park` pins nothing, because a parked tensor gets its own memory back.
         """
-        # A frozen part may be trained again later: some trainers freeze and unfreeze parts in turn.
-        reduced = self._trained.union(self.trained()) if _is_distributed() else frozenset[str]()
+        self._find_wrappers()
+        reduced = self.reduced_parameters()
         reasons: dict[str, str] = {}
         for name, module in self.modules.items():
             if name in managed:
                 continue
-            if name in reduced:
-                reasons[name] = "trained by several processes: a move would drop the hooks of DistributedDataParallel"
+            if reduced and any(id(parameter) in reduced for parameter in module.parameters()):
+                reasons[name] = "under DistributedDataParallel, whose hooks a move would drop"
                 continue
             weights = (weight for weight, each in named_weights(module) if each.device != park and _is_shared(each))
             if (shared := next(weights, None)) is not None:
@@ -89,6 +93,23 @@ class ModelParts:
                     "state_dict that is still held"
                 )
         return reasons
+
+    def reduced_parameters(self) -> set[int]:
+        """The ids of the parameters in all known DistributedDataParallel wrappers, while processes share gradients."""
+        wrappers = [*self._ddp] if _is_distributed() else []
+        return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
+
+    def _find_wrappers(self) -> None:
+        """Record every DistributedDataParallel, since a trainer may pass only the module inside as the part.
+
+        This searches all objects, which takes up to 0.2 s. The garbage collector does not list a wrapper that
+        `gc.freeze` froze, unless it is around a given part or was alive when the phases were built.
+        """
+        if _is_distributed():
+            given = (module for part in self.wrapped.values() for module in part.modules())
+            objects = (*given, *gc.get_objects())
+            # By type, because isinstance asks proxies of other packages for their __class__.
+            self._ddp.update(each for each in objects if issubclass(type(each), DistributedDataParallel))
 
     def check_names(self, phase: str, on_device: Collection[str], training: Collection[str]) -> None:
         """Raise PhaseError if a phase names unknown parts, or trains a part that it parks."""
@@ -130,16 +151,17 @@ class ModelParts:
                 raise PhaseError(message, phase=phase, offenders=tuple(offenders))
 
 
-class GradientHooks(Snapshot):
-    """The hooks that reduce gradients among processes. They cannot be restored, but their loss is detected.
+class ReducedGradients(Snapshot):
+    """The hooks with which DistributedDataParallel reduces gradients. They cannot be restored, but a loss is detected.
 
-    DistributedDataParallel and similar software hang them on each parameter's gradient accumulator. torch makes a new
-    accumulator, without hooks, when `.data` gets another device or dtype, even if that is undone.
+    They hang on each parameter's gradient accumulator. torch makes a new accumulator, without hooks, when `.data` gets
+    another device or dtype, even if that is undone.
     """
 
-    def __init__(self, modules: Modules):
-        named = parameters(modules) if _is_distributed() else ()
-        self._kept = [(name, each, _accumulator(each)) for name, each in named if each.requires_grad]
+    def __init__(self, modules: Modules, reduced: Collection[int]):
+        self._kept = [
+            (name, p, _accumulator(p)) for name, p in parameters(modules) if id(p) in reduced and p.requires_grad
+        ]
 
     @override
     def restore(self) -> None:

@@ -14,7 +14,7 @@ from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
 from latentcache.errors import PhaseError, add_note
 from latentcache.families import DENOISERS
-from latentcache.phases.model_parts import GatheredShards, GradientHooks, ModelParts, managed_by
+from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, managed_by
 from latentcache.phases.state import BlockSwap, ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
@@ -321,7 +321,7 @@ class _OpenPhase:
         self._snapshots: tuple[Snapshot, ...] = (
             gathered,
             weights,
-            GradientHooks(settled),
+            ReducedGradients(settled, model.reduced_parameters()),
             *self.block_swaps.values(),  # before averages, whose state is where training has the weights
             *reversed(self.averages),
             Gradients(settled),  # after the weights, because a parameter takes only gradients of its own dtype

@@ -49,6 +49,7 @@ from latentcache.validation.sample_images import (
     check_sampling,
     decode_samples,
     denoise,
+    pictures_of,
     prompt_embeddings,
 )
 
@@ -189,7 +190,8 @@ class ValidationRunner:
                 )
             check_denoiser(self._denoiser(), self.family)
             if self.family.needed_picture and set(names) <= set(self.cache.manifests.names()):
-                self._embeddings()
+                views = map(self._own_cache().restricted, names)
+                pictures_of(views, validation.prompts, validation.negative_prompt or "", self.family)
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _check_texts(self) -> None:

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import diffusers
 import numpy as np
@@ -74,7 +75,8 @@ def prompt_embeddings(
     family = family_of_cache(cache)
     text = "" if negative_prompt is None and not family.has_zero_negative else negative_prompt
     if family.needed_picture:
-        return _with_pictures([*map(cache.restricted, datasets)], prompts, text or "", family, device, dtype)
+        views = [*map(cache.restricted, datasets)]
+        return _with_pictures(views, prompts, text or "", family, device, dtype, encode)
     pairs: list[PromptPair] = [(prompt, False) for prompt in prompts]
     if prompts and text is not None:
         pairs.append((text, True))
@@ -95,6 +97,44 @@ def prompt_embeddings(
     return embeddings
 
 
+class Picture(NamedTuple):
+    """A sample with the picture for a prompt: its cache (restricted to one dataset), and the number of the caption."""
+
+    cache: LatentCache
+    sample_id: str
+    caption: int
+    beside: str
+    """The key of the caption if the family reads negative prompts with its control images, else empty."""
+
+
+def pictures_of(
+    caches: Iterable[LatentCache], prompts: Iterable[str], negative_prompt: str, family: Family
+) -> dict[str, list[Picture]]:
+    """The samples that have each prompt as a caption. Each cache is restricted to one dataset.
+
+    Raises ConfigError for a prompt that is no caption, and SampleError if the negative prompt was not cached with the
+    control images of such a sample: a validation cannot encode it.
+    """
+    found: dict[str, list[Picture]] = {prompt: [] for prompt in prompts}
+    for cache in caches:
+        [manifest] = cache.datasets()
+        for row in map(manifest.rows.row, manifest.rows.usable().tolist()):
+            for number, caption in enumerate(row.captions[:: manifest.variants]):
+                if caption.text in found:
+                    beside = caption.key if family.text_reads_control else ""
+                    found[caption.text].append(Picture(cache, row.sample_id, number, beside))
+                    if beside:
+                        cache.cached_prompt(negative_prompt, negative=True, beside=beside)
+    for prompt, pictures in found.items():
+        if not pictures:
+            raise ConfigError(
+                f"{prompt!r} is not a caption in the validation sets, but {family.name} generates from a prompt and "
+                f"{family.needed_picture}: name captions of their samples",
+                key="validation.prompts",
+            )
+    return found
+
+
 def _with_pictures(
     caches: Sequence[LatentCache],
     prompts: Sequence[str],
@@ -102,31 +142,34 @@ def _with_pictures(
     family: Family,
     device: DeviceLike,
     dtype: torch.dtype | None,
+    encode: Callable[[Sequence[PromptPair]], object] | None,
 ) -> list[PromptEmbeddings]:
-    """Embeddings of captions, with the control images or the condition of a sample; ConfigError for another prompt.
+    """Embeddings of captions, with the control images or the condition of a sample that has the caption.
 
-    Each cache is restricted to a dataset. A prompt that is given several times takes the samples with it in turn.
+    A prompt that is given several times takes its samples in turn. A sample that is lost or damaged is passed over.
     """
-    samples: dict[str, list[tuple[LatentCache, str, int, str]]] = {prompt: [] for prompt in prompts}
-    for cache in caches:
-        [manifest] = cache.datasets()
-        for row in map(manifest.rows.row, manifest.rows.usable().tolist()):
-            for number, caption in enumerate(row.captions[:: manifest.variants]):
-                if caption.text in samples:
-                    samples[caption.text].append((cache, row.sample_id, number, caption.key))
-    embeddings = []
+    pictures, embeddings = pictures_of(caches, prompts, negative_prompt, family), []
     for number, prompt in enumerate(prompts):
-        if not (found := samples[prompt]):
-            raise ConfigError(
-                f"{prompt!r} is not a caption in the validation sets, but {family.name} generates from a prompt and "
-                f"{family.needed_picture}: name captions of their samples",
-                key="validation.prompts",
-            )
-        cache, sample_id, which, key = found[prompts[:number].count(prompt) % len(found)]
-        batch = cache.batch([sample_id], device=device, dtype=dtype, scaled=True, caption=which)
+        found = pictures[prompt]
+        first = prompts[:number].count(prompt) % len(found)
+        for picture in (in_turn := [*found[first:], *found[:first]]):
+            cache, sample_id, caption, beside = picture
+            try:
+                batch = cache.batch([sample_id], device=device, dtype=dtype, scaled=True, caption=caption)
+                break
+            except SampleError:
+                if picture is in_turn[-1]:
+                    raise
         positive = {name: each for name, each in batch.items() if isinstance(each, torch.Tensor) and name != "latents"}
-        beside = key if family.text_reads_control else ""
-        negative = cache.prompt(negative_prompt, device=device, dtype=dtype, negative=True, beside=beside)
+        read = partial(cache.prompt, negative_prompt, device=device, dtype=dtype, negative=True, beside=beside)
+        try:
+            negative = read()
+        except SampleError:
+            if encode is None or beside:
+                raise
+            encode([(negative_prompt, True)])
+            cache.refresh()
+            negative = read()
         embeddings.append(PromptEmbeddings(prompt, negative_prompt, positive, positive | negative))
     return embeddings
 
@@ -294,7 +337,7 @@ def check_sampling(
     if factor != expected:
         raise ModelError(f"vae: {factor} pixels per latent, but {family.pipeline_name} has {expected}", part="vae")
     for name, side in (("height", settings.height), ("width", settings.width)):
-        if side % step:
+        if side % step and not family.clip_condition:  # else the first frame has the size
             raise ConfigError(
                 f"{name} is {side}, but images of {family.name} have sides that are multiples of {step}",
                 key=f"validation.{name}",

@@ -175,7 +175,7 @@ def test_prompts_are_captions_of_a_validation_set(tmp_path: Path, parts: dict[st
             return prompt_embeddings(cache, prompts, negative, device="cpu", datasets=["photos"])
 
     assert run_precache(config, models=models).num_encoded == 3 * 4
-    with pytest.raises(SampleError, match=r"negative prompt.*is not cached.*validation.prompts and"):
+    with pytest.raises(SampleError, match=r"negative prompt.*is not cached.*latentcache precache"):
         embeddings(TEXTS[1])
     report = run_precache(with_prompts(TEXTS[1], negative="blurry"), models=models)
     assert report.misses_by_reason == {"new": 2}, "the negative prompt of each sample with this caption"
@@ -196,7 +196,11 @@ def test_prompts_are_captions_of_a_validation_set(tmp_path: Path, parts: dict[st
             assert torch.equal(found.negative["control_latents_1"], batch["control_latents_1"])
     assert not torch.equal(one.negative["prompt_embeds"], two.negative["prompt_embeds"])
     assert all(torch.equal(again.tensors()[name], value) for name, value in one.tensors().items())
-    # Of another control image there is none yet.
+    with LatentCache(config.cache) as cache:
+        cache.store.remove([cache.manifest("photos").rows["1.png"].parts[0].key])
+    [found] = embeddings(TEXTS[1], negative="blurry")
+    assert torch.equal(found.embeds["control_latents_1"], two.embeds["control_latents_1"]), "the first one is lost"
+    # A negative prompt that was read with another control image is none of this one's.
     write_photo(tmp_path / "controls/1.png", 99, CONTROLS["controls"])
     run_precache(config, models=models)
     with pytest.raises(SampleError, match="is not cached"):

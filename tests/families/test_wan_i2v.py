@@ -5,7 +5,7 @@ What all families share is in test_families.py, for the models of Wan 2.2. Those
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,17 @@ from safetensors import safe_open
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import Config, ModelConfig
-from latentcache.errors import ConfigError, ModelError
+from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.families import family_named
 from latentcache.interop.formats import musubi, webdataset
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import open_workspace
 from latentcache.validation.runner import ValidationRunner
+from latentcache.validation.sample_images import PromptPair, prompt_embeddings
 
 pytestmark = pytest.mark.families
 
@@ -224,3 +227,24 @@ def test_a_validation_without_the_image_encoder_leaves_its_clips_as_they_are(tmp
         assert [each.sample_id for each in report.loss.skipped] == [before[0].sample_id]
         cache.refresh()
         assert [*cache.manifest("photos").rows.values()] == before
+
+
+def test_a_validation_encodes_a_negative_prompt_beside_a_first_frame(tmp_path: Path) -> None:
+    models, config = loaded_models(FAMILY, wan_2_1_i2v()), family_config(tmp_path, {}, with_clips=True)
+    run_precache(config, models=models)
+    asked: list[PromptPair] = []
+
+    def encode(pairs: Sequence[PromptPair]) -> None:
+        asked.extend(pairs)
+        with open_workspace(config.cache) as workspace:
+            cache_prompts(config, workspace, models, pairs, device="cpu")
+
+    with LatentCache(config.cache) as cache:
+        prompt = next(iter(cache.manifest("photos").rows.values())).captions[0].text
+        options: dict[str, Any] = {"device": "cpu", "datasets": ["photos"]}
+        with pytest.raises(SampleError, match="is not cached"):
+            prompt_embeddings(cache, [prompt], "blurry", **options)
+        [found] = prompt_embeddings(cache, [prompt], "blurry", encode=encode, **options)
+        expected = cache.prompt("blurry", device="cpu", negative=True)
+    assert asked == [("blurry", True)]
+    assert torch.equal(found.negative["prompt_embeds"], expected["prompt_embeds"])

@@ -16,7 +16,7 @@ from helpers.kohya_files import npz_of
 
 from latentcache.errors import ForeignFileRefused
 from latentcache.interop import readers
-from latentcache.interop.readers import read_file, read_npz, read_torch, tensor_in
+from latentcache.interop.readers import SourceImages, read_file, read_npz, read_torch, tensor_in
 
 
 def saved(content: Any) -> bytes:
@@ -123,3 +123,11 @@ def test_only_regular_files_within_bounds_are_read(tmp_path: Path) -> None:
         with pytest.raises(ForeignFileRefused) as caught:
             read_file(tmp_path / name)
         assert caught.value.reason == reason
+
+
+def test_the_home_directory_of_an_image_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.png").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert SourceImages("~/photos").of_stem("cat", tmp_path / "cat.npz") == ["cat.png"]

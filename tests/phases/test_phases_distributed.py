@@ -31,7 +31,7 @@ def test_ddp_trains_on_bit_by_bit_after_a_validation_on_one_rank(given: str, ran
     assert first[given][0] != second[given][0], "the ranks have the same samples: this shows nothing"
     cold, warm = first["num_filled"]
     assert cold > 0 and warm == 0 and second["num_filled"] == [None, None]
-    assert "unet is not moved: trained by several processes" in " ".join(first["notes"])
+    assert "unet is not moved: under DistributedDataParallel" in " ".join(first["notes"])
 
 
 def test_shards_train_on_bit_by_bit_and_are_neither_moved_nor_left_gathered(ranks: list[dict[str, Any]]) -> None:

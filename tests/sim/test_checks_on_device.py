@@ -92,7 +92,7 @@ def test_offloaded_modules_are_at_home_where_their_hooks_put_them(device: torch.
     if torch.get_device_module(device).device_count() > 1:
         other = torch.device(device.type, 1)
         wrong = [each for each in audit({"net": sequential}, device=other).errors if each.kind == "hook"]
-        assert {(each.found, each.expected) for each in wrong} == {(str(device), str(other))}
+        assert [(each.found, each.expected) for each in wrong] == [(str(device), str(other))]
     parked = audit({"net": cpu_offloaded}, device={"net": "cpu"})
     assert len(parked.errors) == len([*cpu_offloaded.parameters(), *cpu_offloaded.buffers()]), "still on the device"
     hook.offload()
