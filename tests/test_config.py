@@ -14,7 +14,8 @@ from latentcache.config import CacheConfig, location_of
 from latentcache.config_file import load_config, parse_config
 from latentcache.errors import ConfigError, StoreError
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
+ROOT = Path(__file__).parent.parent
+CONFIGS = [*sorted((ROOT / "configs").iterdir()), ROOT / "examples/cluster/cluster.yaml"]
 
 
 def dataset(**settings: Any) -> dict[str, Any]:
@@ -41,7 +42,8 @@ def load(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_shipped_configs_load(path):
-    assert load_config(path).datasets
+    config = load_config(path)
+    assert config.datasets and parse_config(config.model_dump(mode="json")) == config
 
 
 def test_yaml_toml_and_json_say_the_same(tmp_path):

@@ -27,7 +27,7 @@ from helpers.tiny_configs import tiny_config
 import latentcache
 import latentcache.precache.run
 from latentcache.checkpoints.checkpoint import save_checkpoint
-from latentcache.config_file import load_config, parse_config
+from latentcache.config_file import load_config
 from latentcache.errors import ConfigError
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
@@ -453,8 +453,3 @@ def test_keys_are_planned_for_the_device_of_the_encoders(make_config, monkeypatc
     config = RayCluster(given, "auto").config
     assert config.cache.path == tmp_path / "here/cache" and config.model.path == str(tmp_path / "model")
     assert config.model.vae == "someone/a-hub-id"
-
-
-def test_the_example_of_a_cluster_is_valid():
-    config = load_config(Path(__file__).parents[2] / "examples/cluster/cluster.yaml")
-    assert parse_config(config.model_dump(mode="json")).ray.max_encoders == 16

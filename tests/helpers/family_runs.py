@@ -70,10 +70,7 @@ def family_config(
     with_clips: bool = False,
     **encode: Any,
 ) -> Config:
-    """The 64x64 photos or clips of `write_samples`, with `num_controls` control images each, all in float32.
-
-    `changes` are settings by dotted name.
-    """
+    """The 64x64 samples of `write_samples` in float32, with `num_controls` control images and changed settings."""
     if not (folder / "photos").exists():
         write_samples(folder, with_clips=with_clips)
     dataset: dict[str, Any] = {"buckets": {"area": SIDE**2, "step": 16}}

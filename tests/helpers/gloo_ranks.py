@@ -18,10 +18,7 @@ WORLD_SIZE = 2
 
 
 def run_ranks(worker: Path, folder: Path) -> list[dict[str, Any]]:
-    """Return what each rank printed. Skips the test if torch has no gloo.
-
-    The rendezvous is a file in `folder`, because a free port can be taken by another process in the meantime.
-    """
+    """Return what each rank printed. Skips the test without gloo. The rendezvous is a file, as a port may get taken."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this build of torch has no gloo")
     environment = os.environ | {

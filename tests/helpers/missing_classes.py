@@ -1,7 +1,4 @@
-"""Pytest plugin that skips tests which need a class that the installed diffusers or transformers lacks.
-
-Only the lane `onetrainer-pins` of scripts/test.py uses it, because its releases predate the newest families.
-"""
+"""Pytest plugin of the lane `onetrainer-pins`: skips tests of classes that its older releases lack."""
 
 from __future__ import annotations
 

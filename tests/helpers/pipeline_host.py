@@ -1,7 +1,7 @@
-"""A small host for pipeline modules, after mgds' module contract, and a way to run the same tests in mgds itself.
+"""A small host for pipeline modules that follows mgds' module contract. The same tests can run in mgds itself.
 
-`host("own")` needs nothing. `host("mgds")` takes the base classes, and all modules that can be imported without
-torchvision, from an mgds that is installed, or whose `src` folder is named in MGDS_SRC.
+`host("mgds")` takes the base classes, and all modules that do not need torchvision, from an installed mgds or from the
+`src` folder in MGDS_SRC. `host("own")` needs neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from latentcache.integrations.onetrainer import module_class
 
 
 class PipelineState:
-    """What all modules of a pipeline share."""
+    """State shared by all modules of a pipeline."""
 
     def __init__(self, max_threads: int | None = None):
         self.executor = ThreadPoolExecutor(max_threads)
@@ -58,7 +58,7 @@ class PipelineModule:
         self.__base_seed, self.__module_index = base_seed, module_index
 
     def clear_item_cache(self) -> None:
-        self.__last = threading.local()  # the last item that it gave in a thread
+        self.__last = threading.local()  # the last item of each thread
 
     def _get_previous_item(self, variation: int, name: str, index: int) -> Any:
         head, *path = name.split(".")
@@ -97,7 +97,7 @@ class PipelineModule:
 
 
 class LoadingPipeline:
-    """Modules in a row. `start_next_epoch` starts them in order; iterating gives the outputs of the last one."""
+    """A chain of modules. `start_next_epoch` starts them in order; iterating yields the outputs of the last one."""
 
     def __init__(self, device: torch.device, modules: list[Any], batch_size: int, seed: int, state: PipelineState):
         self.device, self.modules = device, modules
@@ -145,14 +145,11 @@ class OutputPipelineModule(PipelineModule, SingleVariationRandomAccessPipelineMo
 
 OWN_ALWAYS = frozenset({"LoadImage", "LoadVideo", "ScaleCropImage", "ScaleImage", "RandomFlip", "RandomRotate"})
 OWN_ALWAYS |= {f"Random{name}" for name in ("Brightness", "Contrast", "Saturation", "Hue")}
-"""These need torchvision, or a video, in mgds: its pipelines get the modules of this host."""
+"""In mgds these need torchvision or a video, so its pipelines use the modules of this host."""
 
 
 def host(name: str) -> SimpleNamespace:
-    """Base classes, the cache module over them, and `make(name, **settings)` for all other modules.
-
-    Skips the test where mgds is needed and not installed.
-    """
+    """Base classes, the cache module, and `make(name, **settings)` for other modules. Skips the test without mgds."""
     is_own = name == "own"
     bases = SimpleNamespace(
         **{each: globals()[each] if is_own else _of_mgds(home, each) for each, home in BASES.items()}
@@ -179,7 +176,7 @@ BASES = {
     "SingleVariationRandomAccessPipelineModule": "mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule",
     "LoadingPipeline": "mgds.LoadingPipeline",
 }
-"""The classes of this file that mgds has too, and where."""
+"""The classes of this file that mgds has too, with their modules."""
 
 
 def _of_mgds(home: str, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""The modules of OneTrainer's pipelines, after mgds' module contract, over any base classes.
+"""The modules of OneTrainer's pipelines, over any base classes, with mgds' names and OneTrainer's settings.
 
-They have mgds' names, and the settings that OneTrainer gives them. What a module gives for an item is a function here;
-one that has none passes its values on, and all that is random in it must be off.
+A function here computes the values of a module for an item. A module without one passes its input on, and must have
+its random augmentation turned off.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KEPT_AS = {
     ("EncodeQwenText", "hidden_state_output_index"): "hidden_state_indexes",
     ("LoadImage", "channels"): "mode",
 }
-"""Where mgds' module keeps a setting under another name."""
+"""Settings that mgds' module stores under another name."""
 
 
 class Item:
-    """What a module asks the modules before it for, at one place: item(name)."""
+    """Gives a module the values of earlier modules at one position: item(name)."""
 
     def __init__(self, module: Any, variation: int, index: int):
         self._place, self._module = (variation, index), module
@@ -47,11 +47,11 @@ class Item:
 
 Values = dict[str, Any]
 Give = Callable[[Any, Item], Values]
-"""The values of a module for an item; the module has its settings as attributes."""
+"""Computes the values of a module, which has its settings as attributes, for an item."""
 
 
 def pass_on(module: Any, item: Item) -> Values:
-    assert item(module.enabled_in_name) is False, "here is no such augmentation"
+    assert item(module.enabled_in_name) is False, "this augmentation is not implemented here"
     if "names" in vars(module):
         return {name: item(name) for name in module.names}
     return {module.text_out_name: item(module.text_in_name)}
@@ -184,10 +184,10 @@ GIVE: dict[str, Give] = {
 
 
 def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
-    """A function make(name, **settings) over `base`: PipelineModule and the classes of how a module gives values."""
+    """Return a function make(name, **settings) over the base classes in `base`."""
 
     class Module(base.PipelineModule, base.RandomAccessPipelineModule):
-        """Its inputs and outputs follow from the names of its settings."""
+        """Its inputs and outputs are derived from the names of its settings."""
 
         def __init__(self, **given: Any):
             super().__init__()
@@ -196,7 +196,7 @@ def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
 
         @property
         def first(self) -> str:
-            """The name whose length is the module's."""
+            """The input that determines the module's length."""
             names = vars(self).get("names")
             return names[0] if names else next(v for k, v in vars(self).items() if k.endswith("in_name"))
 
@@ -230,7 +230,7 @@ def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
 
 
 def _with_state(Module: type) -> tuple[type, ...]:
-    """Those whose length or values follow from more than the item."""
+    """Modules whose length or values depend on more than the item."""
 
     class ConceptPipelineModule(Module):
         def length(self) -> int:
@@ -267,7 +267,7 @@ def _with_state(Module: type) -> tuple[type, ...]:
             return {self.path_out_name: path, self.concept_out_name: concept}
 
     class VariationSorting(Module):
-        """The balancing of a cache, for names that are not cached. Groups as in the contract: floor(n * repeats)."""
+        """Balances names that are not cached like a cache does: groups of floor(n * repeats)."""
 
         def length(self) -> int:
             groups = vars(self).get("groups")

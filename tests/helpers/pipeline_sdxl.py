@@ -1,8 +1,8 @@
 """The pipeline of OneTrainer's own SDXL loader, over tiny encoders, with a cache module and counters in it.
 
-`onetrainer_sdxl.json` has every module that OneTrainer's loader made for its default settings, with the arguments that
-it gave, at the commits that it names, and a concept of OneTrainer's defaults. {"object": name} stands for what the
-trainer loads, {"set": ...} and {"tuple": ...} for what JSON lacks.
+`onetrainer_sdxl.json` records a default concept, and every module with its arguments as OneTrainer's loader made them
+at the commits that it names. {"object": name} is an object of the trainer, {"set": ...} and {"tuple": ...} are types
+that JSON lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("onetrainer_sdxl.
 
 
 def write_photos(folder: Path, num: int = 6) -> Path:
-    """Photos in two buckets, each with a caption of its own."""
+    """Write photos in two buckets, each with its own caption."""
     for number in range(num):
         path = write_photo(folder / f"p{number:02}.png", number, (64, 96) if number % 2 else (96, 64))
         path.with_suffix(".txt").write_text(f"photo number {number}", encoding="utf-8")
@@ -35,7 +35,7 @@ def write_photos(folder: Path, num: int = 6) -> Path:
 
 
 def concept(path: Path, **changes: Any) -> dict[str, Any]:
-    """A concept with OneTrainer's defaults but for crop jitter, and for settings by dotted name."""
+    """A concept with OneTrainer's defaults, except for crop jitter and these settings by dotted name."""
     value = copy.deepcopy(RECORDED["concept"]) | {"path": str(path)}
     for name, setting in ({"image.enable_crop_jitter": False} | changes).items():
         target = value
@@ -54,7 +54,7 @@ def exact(item: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 @dataclass
 class Setup:
-    """What a user sets, and what the trainer loaded. `changes` go to the cache modules' constructors."""
+    """The user's settings and the loaded models. `changes` go to the constructors of the cache modules."""
 
     host: SimpleNamespace
     cache_dir: Path
@@ -69,7 +69,7 @@ class Setup:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def start(self, num_epochs: int = 1) -> Run:
-        """A new pipeline, as a new run of the trainer makes it, started `num_epochs` times."""
+        """A new pipeline, as in a new run of the trainer, started `num_epochs` times."""
         run = Run(self)
         for _ in range(num_epochs):
             run.next_epoch()
@@ -77,7 +77,7 @@ class Setup:
 
 
 class Run:
-    """One run: `items` are those of the last epoch in the cache's order, `encoded` counts what was encoded so far."""
+    """A run. `items` are those of the last epoch in the cache's order, `encoded` counts the calls of encoders."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -90,7 +90,7 @@ class Run:
         )
 
     def next_epoch(self) -> None:
-        """Start an epoch; calls of encoders are counted."""
+        """Start an epoch, and count the calls of encoders."""
         with self.counting():
             self.pipeline.start_next_epoch()
 
@@ -108,7 +108,7 @@ class Run:
                 handle.remove()
 
     def cache_items(self, kind: str) -> list[dict[str, Any]]:
-        """What the cache of this kind gives for each of its outputs, name by name."""
+        """The outputs of the cache of this kind, by name."""
         cache = self.caches[kind]
         with torch.no_grad():
             return [
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """Image and text of each output: they are joined by position."""
+        """The image and text of each item, joined by position."""
         pairs = zip(self.cache_items("image"), self.cache_items("text"), strict=True)
         return [image | text for image, text in pairs]
 

@@ -1,7 +1,4 @@
-"""Ray encoders that start quickly: they load no model, and store zeros after a short wait.
-
-A file named `fatal` kills every encoder that gets it, one named `unlucky` only the first.
-"""
+"""Ray encoders without a model. A file named `fatal` kills every encoder that gets it, `unlucky` only the first."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ ENCODE_S = 0.05
 
 
 class QuickEncoder(RayEncoder):
-    """Logs each entry that it encodes to `encoded.txt` next to the cache."""
+    """Stores zeros after a short wait, and logs each entry to `encoded.txt` next to the cache."""
 
     @override
     def _start(self) -> Workspace:

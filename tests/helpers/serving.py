@@ -124,10 +124,7 @@ class RunningServer:
 
 @contextmanager
 def serving(cache: Path, *arguments: object, writes: bool = True) -> Iterator[RunningServer]:
-    """Serve a cache directory with `latentcache serve ARGUMENTS` during the block. Reading needs a token.
-
-    With `writes` there is a write token too.
-    """
+    """Run `latentcache serve CACHE ARGUMENTS` during the block, with a read token, and if `writes` a write token."""
     command = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json", *map(str, arguments)]
     token, write_token = secrets.token_urlsafe(24), secrets.token_urlsafe(24) if writes else ""
     environment = {**os.environ, TOKEN_VARIABLE: token, "LATENTCACHE_WRITE_TOKEN": write_token}

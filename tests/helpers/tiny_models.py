@@ -1,7 +1,4 @@
-"""Tiny models of all families with random weights, as parts and as diffusers folders.
-
-The statistics of their latents are uneven on purpose, so that scaling errors show.
-"""
+"""Tiny random models of all families, as parts and as folders, with uneven latents to reveal scaling errors."""
 
 from __future__ import annotations
 
@@ -370,10 +367,7 @@ def _ernie_image(seed: int) -> dict[str, Any]:
 
 
 def randomised(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Randomise every parameter, so that outputs depend on texts and conditions.
-
-    Some models initialise gates to zero, or leave memory uninitialised.
-    """
+    """Randomise every parameter. Some models initialise gates to zero, which would hide texts and conditions."""
     with torch.no_grad(), seeded(seed):
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
