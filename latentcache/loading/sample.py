@@ -1,4 +1,4 @@
-"""Samples of a batch: what a manifest says of them."""
+"""References to the samples of a batch, made from the columns of manifests."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ PRECACHE: Final = "run `latentcache precache CONFIG` again"
 
 SIZES: Final = ("original_size", "resized_size", "crop_top_left", "target_size")
 _DTYPES = ("compute_dtype", "store_dtype")
-"""What a text's recipe says besides what the text means to the model."""
-_MAX_KNOWN = 1 << 16  # samples, of some 500 bytes each
-_MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
+"""Fields of a text recipe that do not change what the embeddings mean to the model."""
+_MAX_KNOWN = 1 << 16  # samples of about 500 bytes each
+_MAX_LAYOUTS = 1 << 16  # photos have few sizes, but sets of crops can have many
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """What the samples of a manifest have in common: `common_facts` says which may be in one batch.
+    """Properties shared by all samples of a manifest. `common_facts` checks which samples can be in one batch.
 
-    `dataset` is its name, `loss_weight` how much each of them counts in the loss. `scaling` is None for a manifest of
-    prompts. `padding` names the fields that its texts store without padding. `texts` is a digest of the text encoders
-    and of how they read a text: embeddings of two are not to be mixed. It is empty where no text was encoded.
+    `dataset` is the manifest's name, and `loss_weight` the weight of each sample in the loss. `scaling` is None for a
+    manifest of prompts. `padding` names the fields that are stored without padding. `texts` is a digest of the text
+    encoders and their settings, or empty without texts; embeddings with different digests must not be mixed.
     """
 
     family: Family = field(default_factory=lambda: family_named(DEFAULT))
@@ -50,7 +50,7 @@ class SampleFacts:
 
     @classmethod
     def of(cls, manifest: Manifest) -> SampleFacts:
-        """The facts of a manifest. StoreError for one of a family that this version does not know."""
+        """The facts of a manifest. Raises StoreError for a family that this version does not know."""
         common, recipe = manifest.common, manifest.common["text_encoding"]
         try:
             family = manifest.family
@@ -67,7 +67,7 @@ class SampleFacts:
 
 
 def no_texts(what: str) -> StoreError:
-    """The error about texts that are requested of a dataset of latents alone, with its remedies."""
+    """The error for texts requested from a dataset that has only latents, with its remedies."""
     return StoreError(
         f"{what}: its texts were not encoded (encode.text: none). Encode them live, with the trainer's text encoders, "
         "or set encode.text to all and run `latentcache precache CONFIG` again"
@@ -75,7 +75,7 @@ def no_texts(what: str) -> StoreError:
 
 
 def no_zeros(family: Family) -> StoreError:
-    """The error about zeros in place of a caption, where they would say nothing of its length."""
+    """The error for `dropout_to="zeros"` with a family whose texts vary in length, which zeros cannot express."""
     return StoreError(
         f"dropout_to is 'zeros', but each text of {family.name} has a length of its own, by its rows or by its mask, "
         "and zeros have none: use 'empty'"
@@ -92,7 +92,7 @@ def _scaling_of(common: Mapping[str, Any]) -> Scaling | None:
 
 
 def prompt_identity(common: Mapping[str, Any], *, negative: bool) -> dict[str, Any]:
-    """The identity, but for its source, of a prompt that is encoded as the captions of datasets with this `common`."""
+    """The identity, without the source, of a prompt encoded like the captions of datasets with this `common`."""
     encoding = common["text_encoding"]
     if negative:
         keeps = "keep" if encoding.get("keeps_padding") else "auto"
@@ -103,10 +103,9 @@ def prompt_identity(common: Mapping[str, Any], *, negative: bool) -> dict[str, A
 
 
 class Layout(NamedTuple):
-    """What a batch says of a geometry: the pairs of SIZES, and the time ids, which most families do not have.
+    """A geometry in the form that batches use: the pairs of SIZES, and the time ids, which few families have.
 
-    `extent` is what all of a batch share: the target size, and of a clip its number of frames. Equal layouts are
-    shared.
+    `extent` must be equal within a batch: the target size and, for clips, the number of frames.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -116,17 +115,17 @@ class Layout(NamedTuple):
 
 @lru_cache(_MAX_LAYOUTS)
 def _layout_of(numbers: bytes, family: Family) -> Layout:
-    """The layout of a geometry, as its column has it."""
+    """The layout of a row of the geometry column. Cached, so equal geometries share one object."""
     geometry = geometry_of(np.frombuffer(numbers, np.int32))
     time_ids = tuple(family.size_conditions(geometry) or ())
     sizes = geometry.original_size, geometry.resized_size, geometry.seen_crop, geometry.target_size  # as SIZES
-    # Plain tuples: what a batch lists is compared with them.
+    # Plain tuples, because batches list them and users compare them.
     return Layout(tuple([(*size,) for size in sizes]), time_ids, geometry.extent)
 
 
 @lru_cache(_MAX_LAYOUTS)
 def _parts_of(numbers: bytes) -> tuple[tuple[str, Size], ...]:
-    """The names and sizes of a sample's further parts, of the role, height and width of each."""
+    """Names and sizes of a sample's control images and mask. `numbers`: role, height and width of each, int32."""
     parts = []
     for number, height, width in np.frombuffer(numbers, np.int32).reshape(-1, 3).tolist():
         name = MASKED if ROLES[number] == "masked image" else ROLES[number].replace("control ", CONTROL)
@@ -135,26 +134,26 @@ def _parts_of(numbers: bytes) -> tuple[tuple[str, Size], ...]:
 
 
 class SampleRef(NamedTuple):
-    """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
+    """A sample with one of its images and one of its captions: the keys of its entries, and its metadata for a batch.
 
-    `parts` are its control images and its mask: the name of each in a batch, and its target size; their keys come last.
-    `facts` are those of its manifest. `dropped` is what takes the place of its caption: the entry of the empty text,
-    which `keys` has instead of its own, or zeros in the shapes of its own.
+    `parts` lists the control images and the mask with their names in a batch and their target sizes; their keys are
+    last in `keys`. `facts` are the manifest's. `dropped` says what replaces the caption: the empty text, whose key is
+    then in `keys`, or zeros with the shapes of the caption's entry.
     """
 
     sample_id: str
     keys: tuple[str, ...]
     facts: SampleFacts
     caption: str = ""
-    layout: Layout = Layout(((0, 0),) * len(SIZES), (), ())  # of what is no image
+    layout: Layout = Layout(((0, 0),) * len(SIZES), (), ())  # the default is for prompts
     parts: tuple[tuple[str, Size], ...] = ()
     dropped: DropoutTo | None = None
 
 
 class ManifestSamples:
-    """The samples of a manifest by the numbers of their rows, many at once.
+    """The samples of a manifest by row number, many at once.
 
-    `unverified` also takes samples that were imported and not verified.
+    With `unverified`, imported samples that are not verified can be read too.
     """
 
     def __init__(self, manifest: Manifest, *, unverified: bool):
@@ -164,21 +163,21 @@ class ManifestSamples:
         if not unverified:
             self._readable[self.rows.unverified()] = False
         self._known: dict[tuple[int, bool, int, int], SampleRef] = {}
-        """By row, flip, caption and crop. Made anew each epoch they take as long as a small batch."""
+        """References by row, flip, caption and crop. Making those of a batch takes as long as reading a small batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_known": {}}  # a spawned worker finds its own
+        return {**vars(self), "_known": {}}  # a spawned worker fills its own
 
     @cached_property
     def facts(self) -> SampleFacts:
-        """What is said of all samples. StoreError for prompts, and for a family that this version does not know."""
+        """The facts of all samples. Raises StoreError for prompts, and for a family that this version does not know."""
         facts = SampleFacts.of(self.manifest)
         if facts.scaling is None:
             raise StoreError(f"manifest {self.manifest.name} holds prompts, not images: use LatentCache.prompt")
         return facts
 
     def check(self, numbers: np.ndarray) -> None:
-        """SampleError for the first of these rows that was refused, or is unverified and may not be read."""
+        """Raise SampleError for the first of these rows that was refused, or is unverified and must not be read."""
         for at in (~self._readable[numbers]).nonzero()[0][:1].tolist():
             sample_id, refusal = self.rows.sample_ids[int(numbers[at])], self.rows.refusals.get(int(numbers[at]))
             if refusal is None:
@@ -187,9 +186,9 @@ class ManifestSamples:
             raise SampleError(sample_id, reason, f"replace {refusal.path}, then {PRECACHE}")
 
     def check_untrained(self, tokens: Collection[str]) -> None:
-        """StoreError naming samples with a cached text in which one of these tokens, which are trained, stands.
+        """Raise StoreError if a cached caption contains one of these tokens, which are being trained.
 
-        Letters in upper and lower case are the same: some tokenizers read them so.
+        Case is ignored, as it is by some tokenizers.
         """
         wanted = [token.casefold() for token in tokens if token]
         if not wanted or not self.facts.texts:
@@ -207,9 +206,9 @@ class ManifestSamples:
     def places(
         self, numbers: np.ndarray, flips: np.ndarray, crops: np.ndarray | int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `RowTable.places`, and first those of the images alone.
+        """Like `RowTable.places`, preceded by the places of the images alone.
 
-        SampleError for a sample that may not be read, or has no such image.
+        Raises SampleError for a sample that must not be read, or has no such image.
         """
         self.check(numbers)
         places, counts = self.rows.places(numbers, flips, crops)
@@ -224,19 +223,19 @@ class ManifestSamples:
     def refs(
         self, numbers: np.ndarray, flips: np.ndarray, captions: np.ndarray, crops: np.ndarray | None = None
     ) -> list[SampleRef]:
-        """The samples of these rows, mirrored or not, with these captions.
+        """References to samples with a choice of image and caption.
 
         Args:
-            numbers: Those of the rows: integers [n].
-            flips: Whether the mirrored image is meant: bool [n].
-            captions: The number of each one's caption entry, that of a line's variant: integers [n].
-            crops: The number of each one's crop, below its `RowTable.num_crops`: integers [n]. By default the first.
+            numbers: Row numbers, integers [n].
+            flips: Whether to use the flipped image, bool [n].
+            captions: Number of the caption entry among all captions and variants of the row, integers [n].
+            crops: Number of the crop, below `RowTable.num_crops` of the row, integers [n]. Default: the first.
 
         Returns:
-            A reference for each.
+            One reference per row.
 
         Raises:
-            SampleError: One may not be read, or has no such image or caption.
+            SampleError: A sample must not be read, or has no such image or caption.
         """
         several = numbers, flips, captions, np.zeros_like(numbers) if crops is None else crops
         wanted = [*zip(*(each.tolist() for each in several), strict=True)]
@@ -271,7 +270,7 @@ class ManifestSamples:
         return self._with_parts(refs, places, counts) if len(places) > len(refs) else refs
 
     def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:
-        """These samples with their further parts. These are the places of the image and the parts of each."""
+        """Add control images and masks. `places` and `counts` locate each sample's image followed by its parts."""
         columns, ends = self.rows.columns, counts.cumsum().tolist()
         keys, roles = key_names(columns["image/keys"][places]), columns["image/role"][places].astype(np.int32)
         shapes = np.column_stack([roles, columns["image/geometry"][places, 6:8]])
@@ -282,7 +281,7 @@ class ManifestSamples:
 
 
 def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
-    """The error about a sample that was imported and is not verified, with its remedies."""
+    """The error for an imported sample that is not verified, with its remedies."""
     reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
     remedy = (
         f"{PRECACHE}, which encodes it; or take it as it is (import it with --verify to see how it differs), with "
@@ -292,7 +291,7 @@ def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
 
 
 def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> SampleFacts:
-    """The facts that all of these share, `scaled` or not. StoreError naming `what` they are of if they differ."""
+    """The facts that all of these share. Raises StoreError if they differ; `what` names their samples or datasets."""
     families = sorted({each.family.name for each in facts})
     if len(families) > 1:
         raise StoreError(f"{what} were cached for the families {', '.join(families)}: train them apart")
@@ -314,7 +313,7 @@ def common_facts(facts: Sequence[SampleFacts], what: str, *, scaled: bool) -> Sa
 
 
 def check_alike(refs: Sequence[SampleRef], *, scaled: bool) -> None:
-    """StoreError unless these samples can be in one batch, `scaled` or not, as far as their manifests say."""
+    """Raise StoreError unless these samples can be in one batch, according to their manifests."""
     if not refs:
         raise StoreError("no samples were requested: a batch has at least one")
     first = refs[0]
@@ -337,10 +336,9 @@ def check_alike(refs: Sequence[SampleRef], *, scaled: bool) -> None:
 
 
 def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
-    """What the manifest says of at least one sample: ids, captions, sizes, and time ids where its family has them.
+    """The metadata of a batch: ids, captions, sizes, and time ids if the family has them.
 
-    Of images it also says the dataset, and how much each counts in the loss. The lists are new ones. All samples are of
-    one family.
+    For images it also has the dataset and loss weight of each. There is at least one sample, and all are of one family.
     """
     sizes, time_ids, _ = zip(*[ref.layout for ref in refs], strict=True)
     metadata: dict[str, Any] = {"sample_id": [ref.sample_id for ref in refs], "caption": [ref.caption for ref in refs]}
