@@ -102,7 +102,7 @@ def test_images_of_the_5b_model_are_those_of_its_pipeline(parts: dict[str, Any])
 
 def test_buckets_that_the_denoiser_does_not_take_are_refused(make_config: Callable[..., Config]) -> None:
     buckets = {"area": 96 * 96, "step": 8}
-    with pytest.raises(ConfigError, match="sides that are multiples of 16 pixels; set step") as caught:
+    with pytest.raises(ConfigError, match="sides that are multiples of 16 pixels; change step") as caught:
         run_precache(make_config(**{"model.path": tiny_folder("wan"), "datasets.0.buckets": buckets}))
     assert caught.value.key == "datasets.buckets"
     assert run_precache(make_config(**{"datasets.0.buckets": buckets}), dry_run=True).num_misses > 0, "SDXL takes them"

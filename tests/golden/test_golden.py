@@ -57,5 +57,5 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert b'"latentcache_manifest": "5"' in data
     path.write_bytes(data.replace(b'"latentcache_manifest": "5"', b'"latentcache_manifest": "6"', 1))
-    with LatentCache(cache) as opened, pytest.raises(DatasetError, match=r"format '6'.*reads 5"):
+    with LatentCache(cache) as opened, pytest.raises(DatasetError, match=r"format is '6'.*reads 5"):
         opened.sample_ids()

@@ -227,7 +227,7 @@ def test_other_text_encoders_and_settings_are_refused(
 ) -> None:
     others = {**{name: tiny_parts()[name] for name in TEXT_PARTS}, "text_encoder_2": tiny_parts(5)["text_encoder_2"]}
     rows = prompts_of(workspace).rows
-    with pytest.raises(ModelError, match=r"captions of dataset photos were: text encoder 2 changed") as caught:
+    with pytest.raises(ModelError, match=r"captions of dataset photos: text encoder 2 changed") as caught:
         cache_prompts(config, workspace, LoadedModels(**others), NEW, device="cpu")
     assert caught.value.part == "text_encoder_2"
     changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
