@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SIDE = 1024
 NUM_TOKENS = 40
 BYTES = 2
-"""Of a number in float16 and bfloat16."""
+"""Bytes of a value in float16 or bfloat16."""
 
 
 def families_page() -> Iterator[str]:
@@ -98,14 +98,14 @@ def others_of(family: Family, action: str) -> list[str]:
 
 
 def latent_shape(family: Family) -> tuple[int, ...]:
-    """Of what is stored: moments have twice the channels."""
+    """Shape of the stored latents. Moments have twice the channels."""
     rows = SIDE // family.latent.downscale
     frames = (1,) if family.latent.is_video else ()
     return (family.latent.channels * (2 if family.latent.draws else 1), *frames, rows, rows)
 
 
 def padded_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Each field of a text with its padding, as the published models have it."""
+    """Shape of each text field with padding, in the published models."""
     shapes = family.text_shapes(parts, family.text_recipe())
     sizes = {name: field.features for name, field in family.fields.items()}
     if lacking := [name for name, size in sizes.items() if not size and len(shapes[name]) > 1]:
@@ -114,7 +114,7 @@ def padded_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int,
 
 
 def caption_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The same of a caption of NUM_TOKENS tokens without its padding: the tiny model counts the rows."""
+    """Shape of each field of a caption with NUM_TOKENS tokens without padding, measured with the tiny model."""
     from latentcache.families.base import MASK
 
     recipe, shapes = family.text_recipe(), padded_shapes(family, parts)

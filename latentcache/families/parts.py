@@ -67,7 +67,7 @@ LLM_SETTINGS = tuple(
         *("rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window"),
     )
 )
-"""The same for the language models in Qwen2.5-VL, Qwen3-VL and Mistral 3."""
+"""Settings that the language models in Qwen2.5-VL, Qwen3-VL and Mistral 3 depend on."""
 
 QWEN3_SETTINGS = (
     *("is_encoder_decoder", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

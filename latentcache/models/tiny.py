@@ -92,7 +92,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def frozen(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parts, with all modules frozen and in eval mode."""
+    """Freeze all modules of the parts and put them in eval mode. Returns the parts."""
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             part.eval().requires_grad_(False)

@@ -250,7 +250,7 @@ class _Measurement:
                     yield batch, draws[first : first + size]
 
     def _read(self, name: str, view: LatentCache, refs: Sequence[SampleRef]) -> tuple[Sequence[SampleRef], Batch]:
-        """Those of the samples that can be read, and their tensors on the device, in the denoiser's dtype."""
+        """The samples that can be read, and their tensors on the device in the denoiser's dtype."""
         while refs:
             try:
                 gathered = view.gather(refs, scaled=True)

@@ -1,4 +1,4 @@
-"""Sample images from cached prompt embeddings, by the family's own pipeline without its encoders and its VAE."""
+"""Sample images from cached prompt embeddings, made by the family's own pipeline without its encoders."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from latentcache.phases.state import RandomStreams, TrainingModes
 from latentcache.validation.noise_schedule import is_flow
 
 MAX_FRAMES = 4
-"""Frames of a clip that are shown of it."""
+"""Maximum number of frames in the image of a clip."""
 
 PromptPair = tuple[str, bool]
-"""A text, and whether it is a negative prompt: some families encode the two differently."""
+"""A text, and whether it is a negative prompt. Some families encode negative prompts differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeddings:
-    """What a pipeline takes in place of a prompt: the fields of its cached text, [1, ...], with their masks.
+    """Inputs of a pipeline in place of a prompt: the fields of a cached text, [1, ...], with their masks.
 
-    With `negative_prompt` None the negative ones are what the family's pipeline takes then: zeros, where it is made
-    with `force_zeros_for_empty_prompt`, or those of the empty text.
+    If `negative_prompt` is None, `negative` is what the family's pipeline uses by default: zeros for
+    `force_zeros_for_empty_prompt`, else the empty text.
     """
 
     prompt: str
@@ -50,7 +50,7 @@ class PromptEmbeddings:
     negative: Mapping[str, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of them by name; those of the negative prompt begin with `negative_`."""
+        """All tensors by name. Those of the negative prompt start with `negative_`."""
         return {**self.embeds, **{f"negative_{name}": tensor for name, tensor in self.negative.items()}}
 
 
@@ -64,13 +64,12 @@ def prompt_embeddings(
     encode: Callable[[Sequence[PromptPair]], object] | None = None,
     datasets: Sequence[str] = (),
 ) -> list[PromptEmbeddings]:
-    """The embeddings of these prompts, in their order, on the requesting device; `dtype` is that of a given module.
+    """The embeddings of these prompts, in order, on the requesting device; by default in a given module's dtype.
 
-    A family whose pipeline needs a picture takes it from a sample of `datasets` with the prompt as a caption.
+    A family whose pipeline needs a picture takes it from a sample of `datasets` that has the prompt as a caption.
 
-    `encode` is called once with all pairs (text, is negative) that the cache cannot return, and has to cache them
-    (`precache.prompts.cache_prompts`); then they are read again. It is not called when nothing is missing. Without it
-    SampleError names the first such prompt and the command that caches it.
+    If the cache lacks any pair (text, is negative), `encode` is called with these pairs and must cache them
+    (`precache.prompts.cache_prompts`). Without `encode`, SampleError names the first missing prompt and the remedy.
     """
     family = family_of_cache(cache)
     text = "" if negative_prompt is None and not family.has_zero_negative else negative_prompt
@@ -175,14 +174,14 @@ def _with_pictures(
 
 
 def family_of_cache(cache: LatentCache) -> Family:
-    """The family of the first dataset that is cached; that of DEFAULT where there is none yet."""
+    """The family of the first cached dataset, or DEFAULT if there is none yet."""
     return next((manifest.family for manifest in cache.datasets()), family_named(DEFAULT))
 
 
 def _read_prompts(
     cache: LatentCache, pairs: Iterable[PromptPair], device: DeviceLike, dtype: torch.dtype | None
 ) -> tuple[dict[PromptPair, dict[str, torch.Tensor]], dict[PromptPair, SampleError]]:
-    """The tensors of each pair, and why the others cannot be returned: not cached, lost or damaged."""
+    """The tensors of each pair that can be read, and the errors of those that are not cached, lost or damaged."""
     found: dict[PromptPair, dict[str, torch.Tensor]] = {}
     missing: dict[PromptPair, SampleError] = {}
     for text, negative in dict.fromkeys(pairs):
@@ -214,19 +213,25 @@ def denoise(
     family: Family | None = None,
     pipeline_settings: Mapping[str, Any] | None = None,
 ) -> list[torch.Tensor]:
-    """Scaled latents [1, C, (F,) h, w] of each image, on the denoiser's device: what the pipeline would decode.
+    """The scaled latents [1, C, (F,) h, w] of each image, on the denoiser's device, ready to be decoded.
 
-    They are those of the pipeline of `family` (by default that of `family_of_denoiser`) for the same
-    prompt, seed and device, bit by bit. Each image is one call with a CPU generator of its own, and depends on no other
-    prompt. The negative embeddings count only where the pipeline uses them at this `guidance_scale`: with most, above
-    1. A surrounding autocast stays in force. `pipeline_settings` are those of the model, as
-    `models.family.pipeline_settings` reads them: whether it is distilled.
+    They are bit-identical to the latents of the family's pipeline for the same prompt, seed and device. Each image is
+    one call with its own CPU generator, so it does not depend on the other prompts. The denoiser runs where it is, in
+    eval mode and under a surrounding autocast. Its training flags, the global random state and `scheduler` are
+    restored, even after an error.
 
-    The denoiser runs where it is, in eval mode. Name the `device` where its blocks are swapped, so that it lies on
-    several: the pipeline runs on the device of the first parameter. The denoiser's training flags, the global random
-    state and `scheduler` are afterwards as they were, also after an error: the loop has a copy of the scheduler. Raises
-    DeviceMismatchError if denoiser and embeddings are on different devices, ConfigError for a scheduler that cannot be
-    used, ModelError for a wrapped denoiser.
+    Args:
+        denoiser: The unwrapped denoiser.
+        scheduler: A scheduler of diffusers. The loop uses a copy.
+        embeddings: One per image. Negative ones count only if the pipeline uses them at this `guidance_scale`.
+        settings: Steps, guidance, size, seed and scheduler class.
+        device: Needed if the denoiser's blocks are swapped, so that its parameters are on several devices.
+        family: Default: that of `family_of_denoiser`.
+        pipeline_settings: Of the model, from `models.files.pipeline_settings`, such as whether it is distilled.
+
+    Raises:
+        DeviceMismatchError: The denoiser and the embeddings are on different devices.
+        ConfigError, ModelError: The scheduler cannot be used; the denoiser is wrapped.
     """
     family = family or family_of_denoiser(denoiser)
     check_denoiser(denoiser, family)
@@ -250,7 +255,7 @@ def denoise(
             copied = scheduler_copy(scheduler, settings.scheduler, family)
             pipeline = family.sampler(**{family.denoiser: denoiser, "scheduler": copied}, **(pipeline_settings or {}))
             generator = torch.Generator().manual_seed(settings.seed + number)
-            # The few schedulers that draw from the global generator give the same image each time too.
+            # A few schedulers draw from the global generator.
             torch.manual_seed(settings.seed + number)
             latent, *_ = pipeline(
                 **family.pipeline_kwargs(each.embeds, each.negative if family.uses_negative(guidance) else None),
@@ -273,10 +278,7 @@ def decode_samples(
     settings: ValidationConfig,
     family: Family | None = None,
 ) -> list[SampleImage]:
-    """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is.
-
-    Of a clip they are MAX_FRAMES frames side by side, from the first to the last. `family` None is DEFAULT.
-    """
+    """Decode what `denoise` returned, with the VAE where it is. A clip becomes MAX_FRAMES frames side by side."""
     samples = []
     for number, (latent, each) in enumerate(zip(latents, embeddings, strict=True)):
         images, tiled = decode_fitting(vae, latent, family)
@@ -288,10 +290,10 @@ def decode_samples(
 
 
 def scheduler_copy(scheduler: Any, class_name: str | None = None, family: Family | None = None) -> Any:
-    """A new scheduler from a copy of the config, of this class of diffusers; by default of its own class.
+    """A new scheduler with a copy of the config, of the named diffusers class or by default of its own class.
 
-    `family` None is DEFAULT. Raises ConfigError if there is no such class, or the family's pipeline cannot use it, or
-    not with this config.
+    `family` defaults to DEFAULT. Raises ConfigError if there is no such class, or if the family's pipeline cannot use
+    it with this config.
     """
     family = family or family_named(DEFAULT)
     if not isinstance(getattr(scheduler, "config", None), Mapping):
@@ -312,7 +314,7 @@ def scheduler_copy(scheduler: Any, class_name: str | None = None, family: Family
 
 
 def check_denoiser(denoiser: torch.nn.Module, family: Family) -> None:
-    """ConfigError for a denoiser that generates with a mask and a masked image, of which prompts have none."""
+    """Raise ConfigError for a denoiser that generates with a mask and a masked image, which prompts do not have."""
     if family.inpaints(denoiser):
         raise ConfigError(
             f"this {family.denoiser_word} inpaints: it generates with a mask and a masked image, and prompts have none "
@@ -324,10 +326,7 @@ def check_denoiser(denoiser: torch.nn.Module, family: Family) -> None:
 def check_sampling(
     vae: torch.nn.Module, scheduler: Any, settings: ValidationConfig, family: Family | None = None
 ) -> None:
-    """Raise before any forward what the images would raise: ConfigError for the settings, ModelError for the VAE.
-
-    `family` None is DEFAULT.
-    """
+    """Raise, before any forward, ConfigError for settings and ModelError for a VAE that sampling cannot use."""
     family = family or family_named(DEFAULT)
     family.guidance_kwargs(settings.guidance_scale)
     scheduler_copy(scheduler, settings.scheduler, family)
