@@ -111,7 +111,7 @@ def test_commands_read_from_a_service(server: RunningServer, token: str, run: Ru
 @pytest.mark.parametrize("command", ["prune", "compact", "rebuild"])
 def test_commands_about_a_directory_say_so(run: Run, command: str) -> None:
     code, _, err = run(command, "http://127.0.0.1:9")
-    assert code == 2 and "works on the cache's own directory" in err and "on the machine that serves" in err
+    assert code == 2 and "needs the directory of the cache" in err and "on the machine that serves" in err
 
 
 def test_verify_marks_damage_there_and_none_on_the_way(service: Far, run_json: Run) -> None:
