@@ -47,6 +47,12 @@ def check_folder(path: str, setting: str) -> None:
         raise DatasetError(path, f"{problem}; correct {setting}, which is relative to the current directory")
 
 
+def check_extension(extension: str, key: str) -> None:
+    """Raise ConfigError, naming the setting `key`, unless the extension can be that of caption files."""
+    if not extension.startswith(".") or is_image(f"a{extension}"):
+        raise ConfigError(f"caption_extension is {extension!r}; write it like '.txt'", key=key)
+
+
 class PartFiles:
     """Finds the companions of samples below `root` that are image files: control images and masks.
 

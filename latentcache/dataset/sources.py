@@ -8,11 +8,11 @@ import posixpath
 from collections.abc import Sequence
 
 from latentcache.config import PartConfig, SourceConfig, part_names
-from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource, PartFiles, check_folder
+from latentcache.dataset.folder import CaptionFileSource, ImageFolderSource, PartFiles, check_extension, check_folder
 from latentcache.dataset.parquet import ParquetSource
-from latentcache.dataset.samples import SampleSource, is_image, walk
+from latentcache.dataset.samples import SampleSource, walk
 from latentcache.dataset.webdataset import SUFFIXES, WebDatasetSource
-from latentcache.errors import ConfigError, DatasetError
+from latentcache.errors import DatasetError
 from latentcache.types import Refusal
 
 
@@ -35,11 +35,9 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, video
     check_folder(root, "source.path")
     if config.kind == "imagefolder":
         return ImageFolderSource(root, config.caption_columns, files)
-    extension = config.caption_extension
-    if not extension.startswith(".") or is_image(f"a{extension}"):
-        raise ConfigError(f"caption_extension is {extension!r}; write it like '.txt'", key="source.caption_extension")
+    check_extension(config.caption_extension, "source.caption_extension")
     joined = config.caption_lines == "joined"
-    return CaptionFileSource(root, extension, joined=joined, parts=files, videos=videos)
+    return CaptionFileSource(root, config.caption_extension, joined=joined, parts=files, videos=videos)
 
 
 def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from latentcache.config import ImagesConfig
-from latentcache.dataset.folder import CaptionFileSource
+from latentcache.dataset.folder import CaptionFileSource, check_extension
 from latentcache.dataset.images import probe
 from latentcache.dataset.samples import Sample, is_image, read_range, walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
@@ -292,9 +292,7 @@ class SourceImages:
         folder = expanded(folder)
         if not folder.is_dir():
             raise DatasetError(folder, "is not a folder; give the folder of the images")
-        if not caption_extension.startswith(".") or is_image(f"a{caption_extension}"):
-            message = f"caption_extension is {caption_extension!r}; write it like '.txt'"
-            raise ConfigError(message, key="caption_extension")
+        check_extension(caption_extension, "caption_extension")
         self._source = CaptionFileSource(os.path.abspath(folder), caption_extension)
         for sample in self._source.samples():
             if is_image(sample.sample_id):  # a refusal may be of a folder

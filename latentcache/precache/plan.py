@@ -333,20 +333,21 @@ class _DatasetPlanner:
                 task = self._image_task(sample, image, entry)
                 self._plan.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
         recipe, read = self._encodings.text.recipe, self._read_with_texts(entries)
-        images = tuple(self._image_task(sample, image, each) for each in read)
+
+        def text_task(text: str, named: Sample) -> Task:
+            identity = self._texts.identity(text, self._controls(read))
+            images = tuple(self._image_task(sample, image, each) for each in read)
+            return Task(key_of(identity.to_json()), identity, named, caption=text, controls=images)
+
         for number, (key, text, _) in enumerate(texts):
             if text in self._prompts and number % self._dataset.captions.variants == 0:
-                identity = self._texts.identity(self._negative, self._controls(read))
                 named = Sample(prompt_id(self._negative, negative=True, beside=key), sample.path)
-                task = Task(key_of(identity.to_json()), identity, named, caption=self._negative, controls=images)
-                self.negatives[named.sample_id] = task
+                self.negatives[named.sample_id] = text_task(self._negative, named)
             if key and self._plan.is_miss(key, present, "text", recipe, TEXT_BATCH_SIZE):
                 caption = texts[number - number % self._dataset.captions.variants][1]
                 facts = text_facts(caption, text, [(of, shape.geometry) for _, shape, of in read] or None)
                 reason = self._history.why(sample.sample_id, "text_encoding", key, facts)
-                identity = self._texts.identity(text, self._controls(read))
-                task = Task(key, identity, sample, caption=text, controls=images)
-                self._plan.add(task, recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)
+                self._plan.add(text_task(text, sample), recipe, TEXT_BATCH_SIZE, self._encodings.text_bytes, reason)
 
     def _image_task(self, sample: Sample, image: str, entry: _Entry) -> Task:
         """The task for an image entry of a sample whose image has the digest `image`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should g
 alone."""
 MASK_BATCH_SIZE = 64
 """Masks assigned to a rank together."""
+_ANY_IMAGES = ImagesConfig()  # one object for all tasks that read no image
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class Task:
     identity: Identity
     sample: Sample
     source: SampleSource | None = None
-    images: ImagesConfig = field(default_factory=ImagesConfig)
+    images: ImagesConfig = _ANY_IMAGES
     is_alpha: bool = False
     mask: Sample | None = None
     caption: str = ""

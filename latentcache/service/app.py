@@ -25,7 +25,7 @@ from latentcache.loading.status import status_of
 from latentcache.service.auth import Role, bearer_token, cookie_of
 from latentcache.service.errors import RESPONSES, add_handlers, problem_of
 from latentcache.service.manifests import manifest_router
-from latentcache.service.packs import pack_router
+from latentcache.service.packs import length_of, pack_router
 from latentcache.service.page.routes import Pages, page_router
 from latentcache.service.page.views import STATIC
 from latentcache.service.state import ServiceSettings, ServiceState
@@ -184,7 +184,7 @@ class _Exchange:
         elif scope["path"].endswith("images:encode"):
             self._max_bytes = state.limits.max_images_bytes
         self._num_bytes, headers = 0, Headers(scope=scope)
-        self.length = int(headers.get("content-length", 0))
+        self.length = length_of(headers)
         """The Content-Length; 0 without one. uvicorn has checked that it is a number."""
         self._is_read = "transfer-encoding" not in headers and not self.length
         """Whether the whole body was received."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from latentcache.dataset.manifest import MAX_HEADER_BYTES, read_head, read_manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
-from latentcache.service.packs import FILE, OCTETS, UPLOAD, body_chunks, has_tag
+from latentcache.service.packs import FILE, OCTETS, UPLOAD, body_chunks, has_tag, length_of
 from latentcache.service.state import ServiceState
 from latentcache.utils.durable_files import make_folder, open_to_read, sealed_file, typed_errors, write_all
 
@@ -154,7 +154,7 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
     with typed_errors(path, 0):
         make_folder(path.parent)
     with ExitStack() as held:
-        with sealed_file(path, int(request.headers.get("content-length", 0))) as fd:
+        with sealed_file(path, length_of(request.headers)) as fd:
             for chunk in body_chunks(request):
                 write_all(fd, chunk)
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
@@ -148,7 +148,7 @@ def _take(state: ServiceState, pack: str, request: Request) -> tuple[int, bool]:
     The body is read even if the pack exists: clients send all of it before they read the response.
     """
     is_new = not state.store.knows(pack)
-    return state.store.take_pack(pack, body_chunks(request), int(request.headers.get("content-length", 0))), is_new
+    return state.store.take_pack(pack, body_chunks(request), length_of(request.headers)), is_new
 
 
 def body_chunks(request: Request) -> Iterator[bytes]:
@@ -162,3 +162,9 @@ def body_chunks(request: Request) -> Iterator[bytes]:
         if chunk is None:
             return
         yield chunk
+
+
+def length_of(headers: Mapping[str, str]) -> int:
+    """The Content-Length of a request with these headers, or 0 if there is none."""
+    text = headers.get("content-length", "0")
+    return int(text) if text.isdecimal() else 0

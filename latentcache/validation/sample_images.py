@@ -117,7 +117,8 @@ def pictures_of(
     found: dict[str, list[Picture]] = {prompt: [] for prompt in prompts}
     for cache in caches:
         [manifest] = cache.datasets()
-        for row in map(manifest.rows.row, manifest.rows.usable().tolist()):
+        flags = np.fromiter((text in found for text in manifest.rows.caption_texts), np.bool_)
+        for row in map(manifest.rows.row, manifest.rows.usable_with("caption", flags).tolist()):
             for number, caption in enumerate(row.captions[:: manifest.variants]):
                 if caption.text in found:
                     beside = caption.key if family.text_reads_control else ""

@@ -21,6 +21,7 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import NAME_PATTERN, ManifestFolder
 from latentcache.dataset.row_table import Row, RowTable
 from latentcache.errors import ConfigError, LatentCacheError, RequestRefused, SampleError
+from latentcache.service.manifests import served_names
 from latentcache.store.cut_captions import CutCaptions
 from latentcache.store.disk import DiskStore
 from latentcache.utils.json_document import to_bytes
@@ -142,8 +143,7 @@ class Gallery:
 
     def dataset_names(self) -> list[str]:
         """Names of the manifests that hold samples, not prompts."""
-        names = [name for name in self.folder.names() if re.fullmatch(NAME_PATTERN, name)]
-        return [name for name in names if not name.startswith(PROMPTS_PREFIX)]
+        return [name for name in served_names(self.folder) if not name.startswith(PROMPTS_PREFIX)]
 
     def manifest(self, name: str) -> Manifest:
         """Read a manifest, which takes a fraction of a second for a million samples.
