@@ -26,6 +26,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineErr
 from latentcache.integrations.onetrainer.items import GroupNames, Groups
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, fields_of, values_of
 from latentcache.models.tiny import tiny_parts
+from latentcache.utils.signals import handlers_kept
 
 Make = Callable[..., Setup]
 
@@ -67,21 +68,28 @@ def test_ctrl_c_waits_for_running_encoders(setup: Make) -> None:
     """The main thread gets it while others encode: models are moved back only when no thread uses them."""
     using: list[int] = []
     seen: list[int] = []
+    raised = threading.Event()
 
     def press(*_: Any) -> None:
         using.append(1)
         if len(using) == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
+    def interrupt(*_: Any) -> None:
+        raised.set()
+        raise KeyboardInterrupt
+
     def leave(*_: Any) -> None:
-        time.sleep(0.5)  # the main thread has to react before the other images are begun
+        assert raised.wait(60)
+        time.sleep(0.5)  # the main thread has to cancel the other images before they are begun
         using.append(-1)
 
     parts = tiny_parts(0)
     run = Run(setup(parts=parts, changes={"after_cache_fun": lambda: seen.append(sum(using))}))
     parts["vae"].encoder.register_forward_pre_hook(press)
     parts["vae"].encoder.register_forward_hook(leave)
-    with pytest.raises(KeyboardInterrupt):
+    with handlers_kept(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        signal.signal(signal.SIGINT, interrupt)
         run.next_epoch()
     assert run.begun == ["image"] and seen == [0]
     assert 1 <= run.encoded["vae"] < NUM
