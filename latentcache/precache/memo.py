@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,22 +16,19 @@ from latentcache.errors import StoreError
 
 FLUSH_ROWS = 1000
 TIMEOUT_S = 60.0
-KEPT_DAYS = 180
-"""Rows unused for this many days are removed."""
-_NOTED_DAYS = 30
-"""Resolution of a row's recorded last use: updating it in each run would cost as much as reading the row."""
 _CHECKSUM_BYTES = 8
 _NAMES_AT_ONCE = 500
 _CODEC = "utf-8", "surrogatepass"  # names may be paths in a broken encoding
-_TABLE = "CREATE TABLE IF NOT EXISTS memo (name BLOB PRIMARY KEY, day INTEGER, value BLOB) WITHOUT ROWID"
+_TABLE = "CREATE TABLE IF NOT EXISTS memo (name BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID"
 
 
 class Memo(MutableMapping[str, str]):
     """Text by name in an SQLite database: digests of files, sizes of entries, failures of ranks.
 
     Rows are written in groups, and by `flush` and `close`; only then do other processes see them. Each row has a
-    checksum; a damaged row counts as absent. Rows unused for KEPT_DAYS are removed. Thread-safe. Raises StoreError if
-    the file cannot be read or written; a damaged file is also removed. Without a path, the memo is in memory only.
+    checksum; a damaged row counts as absent. Rows of files that are gone stay: the memo's file can be removed at any
+    time. Thread-safe. Raises StoreError if the file cannot be read or written; a damaged file is also removed. Without
+    a path, the memo is in memory only.
     """
 
     def __init__(self, path: str | Path | None = None, *, read_only: bool = False):
@@ -41,7 +37,6 @@ class Memo(MutableMapping[str, str]):
         self._path, self._read_only = Path(path or "").absolute(), read_only
         self._lock = threading.RLock()
         self._new: dict[str, str] = {}
-        self._today = int(time.time() / 86400)
         is_file = self.is_shared and (not read_only or os.path.lexists(self._path))
         uri = f"{self._path.as_uri()}?mode={'ro' if read_only else 'rwc'}" if is_file else "file::memory:"
         with self._errors():
@@ -80,15 +75,12 @@ class Memo(MutableMapping[str, str]):
         with self._lock:
             for start in range(0, len(wanted), _NAMES_AT_ONCE):
                 asked = {name.encode(*_CODEC): name for name in wanted[start : start + _NAMES_AT_ONCE]}
-                query = f"SELECT name, day, value FROM memo WHERE name IN ({', '.join('?' * len(asked))})"
-                for row, day, value in self._select(query, [*asked]):
+                query = f"SELECT name, value FROM memo WHERE name IN ({', '.join('?' * len(asked))})"
+                for row, value in self._select(query, [*asked]):
                     name = asked.get(row)  # a damaged file may return other names, and values of any type
                     text = value[_CHECKSUM_BYTES:] if isinstance(value, bytes) else b""
                     if name is not None and value == _checked(row, text):
                         found[name] = text.decode()
-                        if isinstance(day, int) and day < self._today - _NOTED_DAYS:
-                            # Written again with today's date.
-                            self._new.setdefault(name, found[name])
             return found | {name: self._new[name] for name in wanted if name in self._new}
 
     def flush(self) -> None:
@@ -96,15 +88,14 @@ class Memo(MutableMapping[str, str]):
         with self._lock:
             if self._new and not self._read_only:
                 rows = [(name.encode(*_CODEC), text.encode()) for name, text in self._new.items()]
-                values = [(row, self._today, _checked(row, text)) for row, text in rows]
-                self._write("REPLACE INTO memo VALUES (?, ?, ?)", values)
+                values = [(row, _checked(row, text)) for row, text in rows]
+                self._write("REPLACE INTO memo (name, value) VALUES (?, ?)", values)
                 self._new = {}
 
     def close(self) -> None:
-        """Write the new rows, remove the unused ones, and close the database."""
+        """Write the new rows, and close the database."""
         with self._lock:
             self.flush()
-            self._write("DELETE FROM memo WHERE day < ?", [(self._today - KEPT_DAYS,)])
             self._database.close()
 
     def _select(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
