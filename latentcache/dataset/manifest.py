@@ -211,7 +211,7 @@ def read_manifest(
             first, end = facts["data_offsets"]
             columns[column] = np.frombuffer(memory[start + first : start + end], _DTYPES[facts["dtype"]])
             columns[column] = columns[column].reshape(facts["shape"])
-        if (end := start + sum(column.nbytes for column in columns.values())) != len(memory):
+        if (end := start + sum([column.nbytes for column in columns.values()])) != len(memory):
             raise ValueError(f"it has {len(memory):,} bytes; expected {end:,}")
         if _digest_of(metadata["header"], columns) != head.digest:
             raise ValueError(f"its digest differs from {head.digest!r:.80}: it is damaged, or was edited")

@@ -114,7 +114,7 @@ class ManifestFolder:
 
     def _files(self, suffix: str) -> list[str]:
         try:
-            return sorted(name for name in os.listdir(self.path) if name.endswith(suffix))
+            return sorted([name for name in os.listdir(self.path) if name.endswith(suffix)])
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice
 from typing import Any, Final, Literal
 
 import msgspec
@@ -60,7 +60,7 @@ _DIGEST_BYTES: Final = 32
 _NO_DIGEST = "0" * 2 * _DIGEST_BYTES
 
 _CHUNK = 1024
-"""Number of keys converted to text at a time, and of rows converted to columns at a time."""
+"""Number of keys or strings converted to text at a time, and of rows converted to columns at a time."""
 
 ImageValues = tuple[str, str, bytes, str, int, bool]
 """Column values of an image or a companion: role, key, geometry (`geometry_bytes`), source, crop, unverified."""
@@ -182,8 +182,14 @@ class Strings(Sequence[str]):
         return str(self._values.data[start:end], _CODEC, _ERRORS)
 
     def __iter__(self) -> Iterator[str]:
-        data, offsets = self._values.tobytes(), self._offsets.tolist()
-        return (data[start:end].decode(_CODEC, _ERRORS) for start, end in pairwise(offsets))
+        # In chunks: a million captions at once would take too much memory.
+        chunks = (np.arange(at, min(at + _CHUNK, len(self))) for at in range(0, len(self), _CHUNK))
+        return chain.from_iterable(map(self.at, chunks))
+
+    def at(self, numbers: np.ndarray) -> list[str]:
+        """The strings with these numbers."""
+        data, starts, ends = self._values.data, self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
+        return [str(data[start:end], _CODEC, _ERRORS) for start, end in zip(starts, ends, strict=True)]
 
 
 class RowTable(Mapping[str, Row]):
@@ -260,9 +266,9 @@ class RowTable(Mapping[str, Row]):
         """sample_id -> number. Built on the first access by id; a loader never needs it."""
         return {sample_id: number for number, sample_id in enumerate(self.sample_ids)}
 
-    def number(self, sample_id: str) -> int:
-        """The number of a sample's row; -1 for an unknown sample."""
-        return self._numbers.get(sample_id, -1)
+    def numbers(self, sample_ids: Iterable[str]) -> np.ndarray:
+        """The numbers of samples' rows: int64 [n]; -1 for an unknown sample."""
+        return np.array([self._numbers.get(sample_id, -1) for sample_id in sample_ids], np.int64)
 
     def row(self, number: int) -> Row:
         """Build one row, which takes some microseconds."""
@@ -385,7 +391,7 @@ class RowTable(Mapping[str, Row]):
 
     def unverified(self) -> np.ndarray:
         """The numbers of the usable rows with an entry that was imported and not verified, ascending."""
-        image, caption = (self._has(name, self.columns[f"{name}/unverified"]) for name in ("image", "caption"))
+        image, caption = [self._has(name, self.columns[f"{name}/unverified"]) for name in ("image", "caption")]
         return np.flatnonzero((image | caption) & self._is_usable)
 
     def without_caption(self) -> np.ndarray:

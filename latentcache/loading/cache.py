@@ -134,7 +134,7 @@ class LatentCache(Closing):
     def sample_ids(self) -> list[str]:
         """All samples that can be requested, in the order of the manifests; refused samples are left out."""
         tables = [manifest.rows for manifest in self.datasets()]
-        return [table.sample_ids[number] for table in tables for number in table.usable().tolist()]
+        return [sample_id for table in tables for sample_id in table.sample_ids.at(table.usable())]
 
     def row(self, sample_id: str) -> tuple[Manifest, Row]:
         """The sample's manifest and row. SampleError if it is unknown, ambiguous, refused, or unverified."""
@@ -157,7 +157,7 @@ class LatentCache(Closing):
         """
         found, num_found, names = [], np.zeros(len(sample_ids), np.int64), self.dataset_names()
         for samples in map(self.samples, names):
-            numbers = np.array([samples.rows.number(sample_id) for sample_id in sample_ids], np.int64)
+            numbers = samples.rows.numbers(sample_ids)
             if len(places := np.flatnonzero(numbers >= 0)):
                 found.append((samples, places, numbers[places]))
                 num_found[places] += 1

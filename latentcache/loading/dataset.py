@@ -20,7 +20,6 @@ from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
-from latentcache.identity import key_names
 from latentcache.loading.batch import to_device, unpadded
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser
@@ -84,14 +83,15 @@ class _Samples:
 
     def identify(self, hasher: blake3) -> None:
         """Hash the items in order: sample ids, buckets, sizes of companions, repeats, and which are mirrored."""
-        ids = [self.rows.sample_ids[number] for number in self.usable.tolist()]
+        ids = self.rows.sample_ids.at(self.usable)
         hasher.update(json.dumps([*self.shapes.shape, ids, self.num_once, self.num_items]).encode())
         hasher.update(self.shapes.tobytes())
 
-    def image_keys(self) -> list[str]:
-        """The key of each item's image."""
+    def image_keys(self) -> np.ndarray:
+        """The key of each item's image: uint8 [n, 32]."""
         images, _, _ = self.samples.places(*self.items(np.arange(self.num_items)))
-        return key_names(self.rows.columns["image/keys"][images])
+        keys: np.ndarray = self.rows.columns["image/keys"][images]
+        return keys
 
 
 class LatentDataset(Dataset[Batch]):
@@ -245,7 +245,7 @@ class LatentDataset(Dataset[Batch]):
         """Where the items' images are in the packs, if `order` is "packs". StoreError if the store cannot tell."""
         if self.order == "random":
             return None
-        return Places.of(self.cache.store, [key for part in self._parts for key in part.image_keys()])
+        return Places.of(self.cache.store, np.concatenate([part.image_keys() for part in self._parts]))
 
     def identity(self) -> str:
         """A digest of the items in order, with sample_id, bucket and flip of each: 64 hexadecimal digits."""

@@ -196,7 +196,7 @@ class ManifestSamples:
         texts = map(str.casefold, self.rows.caption_texts)
         flags = np.fromiter((any(token in text for token in wanted) for text in texts), np.bool_)
         if len(held := self.rows.usable_with("caption", flags)):
-            named = first_of([self.rows.sample_ids[number] for number in held[:MAX_NAMED].tolist()], len(held))
+            named = first_of(self.rows.sample_ids.at(held[:MAX_NAMED]), len(held))
             raise StoreError(
                 f"{self.manifest.name}: the captions of {counted(len(held), 'sample')} have a token that is trained "
                 f"({', '.join(tokens)}): {named}. Its embedding changes, and with it all that follows it in a text: "
@@ -238,7 +238,7 @@ class ManifestSamples:
             SampleError: A sample must not be read, or has no such image or caption.
         """
         several = numbers, flips, captions, np.zeros_like(numbers) if crops is None else crops
-        wanted = [*zip(*(each.tolist() for each in several), strict=True)]
+        wanted = [*zip(*map(np.ndarray.tolist, several), strict=True)]
         refs: list[Any] = [*map(self._known.get, wanted)]
         if lacking := [place for place, ref in enumerate(refs) if ref is None]:
             if len(self._known) > _MAX_KNOWN:
@@ -262,11 +262,8 @@ class ManifestSamples:
         keys = zip(*found, strict=True)
         geometries = columns["image/geometry"][images]
         layouts = [_layout_of(geometry.tobytes(), self.facts.family) for geometry in geometries]
-        named = zip(numbers.tolist(), texts.tolist(), keys, layouts, strict=True)
-        refs = [
-            SampleRef(rows.sample_ids[number], own, self.facts, rows.caption_texts[text], layout)
-            for number, text, own, layout in named
-        ]
+        named = zip(rows.sample_ids.at(numbers), keys, rows.caption_texts.at(texts), layouts, strict=True)
+        refs = [SampleRef(sample_id, own, self.facts, text, layout) for sample_id, own, text, layout in named]
         return self._with_parts(refs, places, counts) if len(places) > len(refs) else refs
 
     def _with_parts(self, refs: list[SampleRef], places: np.ndarray, counts: np.ndarray) -> list[SampleRef]:

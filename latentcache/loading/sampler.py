@@ -35,8 +35,8 @@ class Places(NamedTuple):
     identity: str
 
     @classmethod
-    def of(cls, store: Store, keys: Sequence[str]) -> Places:
-        """The places of these entries. StoreError if the store cannot tell."""
+    def of(cls, store: Store, keys: np.ndarray) -> Places:
+        """The places of these entries: keys uint8 [n, 32]. StoreError if the store cannot tell."""
         found, places = store.places(keys)
         ids = sorted({found[number] for number in np.unique(places[:, 0]).tolist() if number >= 0})
         by_id = {pack: number for number, pack in enumerate(ids)}  # ignores the store's other packs

@@ -115,7 +115,7 @@ def status_of(
         unused.difference_update(rows.entry_keys())
         cut = None
         if captions is not None and manifest.role != "prompts":
-            cut = rows.usable_with("caption", captions.flags_of(rows.columns["caption/keys"]))
+            cut = rows.usable_with("caption", captions.flags(rows.columns["caption/keys"]))
         lacking = rows.rows_with(set(rows.entry_keys(usable=True)) - present)
         counted.append(
             ManifestStatus(

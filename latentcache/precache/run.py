@@ -239,10 +239,10 @@ class _Run:
         for table in (manifest.rows for manifest in self._plan.manifests if manifest.role != "prompts"):
             found = {"missing_captions": table.without_caption(), "mostly_cut": table.mostly_cut()}
             if captions is not None:
-                is_cut = captions.flags_of(table.columns["caption/keys"])
+                is_cut = captions.flags(table.columns["caption/keys"])
                 found["truncated_captions"] = table.usable_with("caption", is_cut)
             for what, numbers in found.items():
-                first = [table.sample_ids[number] for number in numbers[:MAX_NAMED].tolist()]
+                first = table.sample_ids.at(numbers[:MAX_NAMED])
                 report.add_samples(what, first, len(numbers))
 
     def _context(self, store: Callable[[Entry], None], fail: Callable[[str, Failure], None]) -> RunContext:

@@ -101,11 +101,11 @@ class Store(Closing, Protocol):
         `whole_packs` prefetches the whole packs that hold them. Does not block, and ignores missing entries.
         """
 
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    def places(self, keys: np.ndarray) -> tuple[list[str], np.ndarray]:
         """The pack and row of each entry, for callers that read in pack order.
 
         Args:
-            keys: The entries' keys.
+            keys: The entries' keys as digests, uint8 [n, 32], as a manifest's columns hold them.
 
         Returns:
             Pack ids (one may occur twice), and int64 [n, 2]: for each key the index of its pack in that list and its

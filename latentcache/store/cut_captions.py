@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,12 +11,9 @@ import numpy as np
 
 from latentcache.errors import PackError
 from latentcache.families import DEFAULT, FAMILIES, family_named
-from latentcache.identity import key_names
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack
 
-_KEYS = 4096
-"""How many keys are converted to text at once: a million of them take 100 MB."""
 _CLIP_TOKENS = 77
 """CLIP's token limit. The recipes of all other encoders have a `max_length`."""
 
@@ -56,15 +53,8 @@ class CutCaptions:
         self._store = store
         self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
 
-    def flags_of(self, digests: np.ndarray) -> np.ndarray:
-        """Like `flags`, for keys in a column: uint8 [n, 32]."""
-        flags = np.zeros(len(digests), np.bool_)
-        for at in range(0, len(digests), _KEYS):
-            flags[at : at + _KEYS] = self.flags(key_names(digests[at : at + _KEYS]))
-        return flags
-
-    def flags(self, keys: Sequence[str]) -> np.ndarray:
-        """Whether each caption was truncated: bool [n]. False for captions of a damaged pack."""
+    def flags(self, keys: np.ndarray) -> np.ndarray:
+        """Whether each of these captions, uint8 [n, 32], was truncated: bool [n]. False for those of a damaged pack."""
         packs, places = self._store.places(keys)
         flags = np.zeros(len(keys), np.bool_)
         for number in np.unique(places[:, 0]).tolist():

@@ -99,7 +99,7 @@ class PackReader(Store):
         return locations
 
     @override
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    def places(self, keys: np.ndarray) -> tuple[list[str], np.ndarray]:
         with self.current() as table:
             return table.places(keys)
 
@@ -140,11 +140,25 @@ class PackReader(Store):
         locations = self.locate(keys)
         packs = {location.pack.id for location in locations}
         self.bring(packs)
-        maps, fresh = {pack: self._maps.get(pack) for pack in packs}, dict[str, _Mapping]()
+        maps = {pack: self._maps.get(pack) for pack in packs}
         unread = [each for each in locations if (found := maps[each.pack.id]) is None or not found.good[each.row]]
         if unread:
             self._advise(unread)
-        return [self._read(key, location, fresh) for key, location in zip(keys, locations, strict=True)]
+            for pack in {each.pack.id: each.pack for each in unread}.values():
+                maps[pack.id] = None
+                with suppress(PackError):  # `_read_again` meets it again
+                    maps[pack.id] = self._map(pack)
+        rows = list[EntryArrays]()
+        for key, location in zip(keys, locations, strict=True):
+            mapping, row = maps[location.pack.id], location.row
+            if mapping is not None:
+                values = arrays_in(mapping.data, key, location, verify=not mapping.good[row])
+                if not isinstance(values, str):
+                    mapping.good[row] = True
+                    rows.append(values)
+                    continue
+            rows.append(self._read_again(key, location))
+        return rows
 
     @override
     def get(self, key: str) -> Entry:
@@ -174,15 +188,13 @@ class PackReader(Store):
         found = self.table.look_up(list(dict.fromkeys(keys)))
         self._advise([location for location in found if location is not None], whole_packs=whole_packs)
 
-    def _read(self, key: str, location: Location, fresh: dict[str, _Mapping]) -> EntryArrays:
-        """The entry's arrays, mapped, and verified on their first read. `fresh`: packs that this call has mapped."""
+    def _read_again(self, key: str, location: Location) -> EntryArrays:
+        """An entry that could not be read: mapped and verified again, then wherever it has moved."""
         num_looks = 0
         while True:
-            pack, mapping = location.pack.id, self._maps.get(location.pack.id)
             try:
-                if not (is_good := mapping is not None and mapping.good[location.row]):
-                    mapping = fresh[pack] = fresh.get(pack) or self._map(location.pack)
-                found = arrays_in(mapping.data, key, location, verify=not is_good)
+                mapping = self._map(location.pack)
+                found = arrays_in(mapping.data, key, location)
                 if not isinstance(found, str):
                     mapping.good[location.row] = True  # in this mapping: another thread may have mapped another file
                     return found
@@ -190,7 +202,6 @@ class PackReader(Store):
             except PackError as error:
                 problem = str(error)
             num_looks += 1
-            fresh.clear()
             location = self.relocate(key, location, problem, num_looks)
 
     def _map(self, pack: Pack) -> _Mapping:

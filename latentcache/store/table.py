@@ -36,7 +36,8 @@ def key_words(keys: Sequence[str]) -> np.ndarray:
 
 
 def _words(keys: np.ndarray) -> np.ndarray:
-    return keys.view(">u8").astype(np.uint64).reshape(-1, _KEY_WORDS)
+    """Keys, uint8 [n, 32] or flat, as words [n, 4]."""
+    return np.ascontiguousarray(keys).view(">u8").astype(np.uint64).reshape(-1, _KEY_WORDS)
 
 
 _Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -138,7 +139,7 @@ class LocationTable:
             if live:
                 packs += [row.pack for row in live]
                 keys, digests, flags = _joined([(row.keys, row.digests, row.live) for row in live])
-                chunks.append((_words(keys.reshape(-1)), digests, flags))
+                chunks.append((_words(keys), digests, flags))
         if packs:
             self._parts = _merged([*self._parts, _Part.of(packs, _joined(chunks))])
 
@@ -146,13 +147,16 @@ class LocationTable:
         return sum(int(np.count_nonzero(part.live)) for part in self._parts)
 
     @staticmethod
-    def _search(parts: Sequence[_Part], keys: Sequence[str]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _search(
+        parts: Sequence[_Part], keys: Sequence[str] | np.ndarray
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield for each part its number, the indices of its keys, and their rows. StoreError for an invalid key.
 
         The caller passes the parts, since another thread may replace them.
         """
         for start in range(0, len(keys), _CHUNK):
-            words = key_words(keys[start : start + _CHUNK])
+            chunk = keys[start : start + _CHUNK]
+            words = _words(chunk) if isinstance(chunk, np.ndarray) else key_words(chunk)
             for number, part in enumerate(parts):
                 positions = part.positions(words)
                 [here] = (positions >= 0).nonzero()
@@ -167,7 +171,7 @@ class LocationTable:
                 found[at] = location
         return found
 
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    def places(self, keys: np.ndarray) -> tuple[list[str], np.ndarray]:
         """The pack and row of each entry: see `Store.places`."""
         parts = self._parts
         before = list(accumulate([len(part.packs) for part in parts], initial=0))

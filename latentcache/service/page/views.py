@@ -160,7 +160,7 @@ class Gallery:
     def sample(self, dataset: str, sample_id: str) -> tuple[Manifest, int]:
         """A dataset's manifest, and the number of a sample's row in it. SampleError for an unknown sample."""
         manifest = self.manifest(dataset)
-        number = manifest.rows.number(sample_id)
+        number = int(manifest.rows.numbers([sample_id])[0])
         if number < 0:
             raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
         return manifest, number
@@ -224,7 +224,7 @@ class Gallery:
         if state == NO_CAPTION:
             return table.without_caption()
         if state == CUT_CAPTION:
-            return table.usable_with("caption", self._cut_captions.flags_of(table.columns["caption/keys"]))
+            return table.usable_with("caption", self._cut_captions.flags(table.columns["caption/keys"]))
         keys = set(table.entry_keys(usable=True))
         absent = keys - self.store.find(keys)
         damaged = table.rows_with(absent & self.store.damaged().keys())
