@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
-from helpers.encoding import HIDDEN_SIZE, HIDDEN_SIZE_2
 from peft import LoraConfig
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +22,8 @@ NUM_STEPS = 3
 VALIDATE_AFTER = 1
 VARIANTS = ("plain", "ema", "lora", "amp", "schedule-free", "text-encoder")
 SIDE = 8
+HIDDEN_SIZE, HIDDEN_SIZE_2 = 32, 40
+"""Widths of the tiny model's text encoders."""
 
 
 SMALL = {

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +135,12 @@ class ModularPipeline:
         whole = diffusers.AnimaAutoBlocks().init_pipeline()
         whole.update_components(**{name: part for name, part in self.components.items() if part is not None})
         whole.save_pretrained(str(path), overwrite_modular_index=True)
+
+
+def encode_captions(parts: Mapping[str, Any], captions: Sequence[str], clip_skip: int = 0) -> dict[str, torch.Tensor]:
+    """The text fields of these captions by the text encoders of a tiny SDXL."""
+    family = family_named(DEFAULT)
+    return family.encode_text(parts, family.tokenize(parts, captions), {"clip_skip": clip_skip})
 
 
 @cache

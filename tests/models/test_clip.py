@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.encoding import encode_captions
-from helpers.tiny_models import tiny_encoders, tiny_folder, tiny_pipeline
+from helpers.tiny_models import encode_captions, tiny_encoders, tiny_folder, tiny_pipeline
 
 from latentcache import LatentCache, run_precache
 from latentcache.errors import ModelError

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
-from helpers.encoding import encode_captions
-from helpers.tiny_models import save_diffusers_folder, tiny_denoiser, tiny_folder
+from helpers.tiny_models import encode_captions, save_diffusers_folder, tiny_denoiser, tiny_folder
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from single_file import F16, F32, PIXELS, identities, save_checkpoint, save_vae

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.encoding import encode_captions, generate
 from helpers.photo_files import write_photo
 from helpers.tensor_bits import bits
 from helpers.tiny_configs import tiny_config
-from helpers.tiny_models import tiny_pipeline
+from helpers.tiny_models import encode_captions, tiny_pipeline
 
 from latentcache import LatentCache
 from latentcache.config import Config, ValidationConfig
@@ -28,6 +27,7 @@ from latentcache.types import prompt_id
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
     PromptPair,
+    decode_samples,
     denoise,
     prompt_embeddings,
     scheduler_copy,
@@ -74,7 +74,8 @@ def test_images_are_those_of_the_whole_pipeline(
     with LatentCache(config.cache.path) as cache:
         embeddings = prompt_embeddings(cache, PROMPTS, negative, device=pipeline.unet)
     assert {tensor.dtype for each in embeddings for tensor in each.tensors().values()} == {dtype}
-    samples = generate(pipeline.unet, pipeline.vae, pipeline.scheduler, embeddings, settings)
+    latents = denoise(pipeline.unet, pipeline.scheduler, embeddings, settings)
+    samples = decode_samples(pipeline.vae, latents, embeddings, settings)
     assert {parameter.dtype for parameter in pipeline.vae.parameters()} == {vae_dtype}
     # diffusers' own images of the prompts, with the encoders in memory.
     pipeline.scheduler = scheduler_copy(pipeline.scheduler, scheduler)
