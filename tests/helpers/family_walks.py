@@ -15,7 +15,6 @@ from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import tiny_folder
 
 from latentcache.config import Config
-from latentcache.precache.run import run_precache
 from latentcache.store.base import Store
 
 SIZES = ((64, 96), (96, 64), (64, 96))
@@ -46,46 +45,26 @@ def masked_table(folder: Path) -> dict[str, Any]:
 
 
 def clips(folder: Path) -> dict[str, Any]:
-    """A folder of animations that give clips of 9, 9 and 5 frames, and a still image in the same bucket."""
+    """A folder of animations that give clips of 9, 9 and 5 frames."""
     for number, (name, num_frames) in enumerate((("a.gif", 12), ("b.webp", 12), ("c.png", 6))):
         write_clip(folder / name, 100 * number, (64, 96), num_frames).with_suffix(".txt").write_text(TEXTS[number])
-    write_photo(folder / "still.png", 7, (64, 96)).with_suffix(".txt").write_text("a kitten")
     return {"source": {"path": folder}, "flip": True, "frames": {"count": 9, "fps": 10}}
 
 
-def videos(folder: Path) -> dict[str, Any]:
-    """Like `clips`, without the still image."""
-    settings = clips(folder)
-    (folder / "still.png").unlink()
-    return settings
+WALKS: dict[str, Callable[[Path], dict[str, Any]]] = {"flux": edit_pairs, "z-image": masked_table, "wan-i2v": clips}
+"""Family -> function that writes its dataset to a folder and returns the settings.
+
+These differ for a server: control images, masks, and clips with their first frame.
+"""
 
 
-WALKS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "flux": edit_pairs,
-    "z-image": masked_table,
-    "wan": clips,
-    "wan-i2v": videos,
-}
-"""Family -> function that writes its dataset to a folder and returns the settings."""
-FEW_WALKS = ("flux", "z-image", "wan-i2v")
-"""Those that differ for a server or bucket: control images, masks, and clips with their first frame."""
-
-
-def walk_config(folder: Path, family: str, **encode: Any) -> Config:
+def walk_config(folder: Path, family: str) -> Config:
     """Write the family's dataset `walk` to `folder`. Returns a config with it and two validation prompts."""
     dataset = {"name": "walk", "buckets": {"area": 96 * 64, "step": 32}, "images": {"min_side": 8}}
     settings: dict[str, Any] = {"datasets": [dataset | WALKS[family](folder / "data")]}
     settings["model"] = {"path": tiny_folder(family), "family": family}
-    settings["encode"] = {"device": "cpu", "num_workers": 1, "batch_size": 1, **encode}
+    settings["encode"] = {"device": "cpu", "num_workers": 1, "batch_size": 1}
     return tiny_config(folder, **settings)
-
-
-def walked(folder: Path, family: str, **encode: Any) -> Config:
-    """Return the config of `walk_config`, with its cache filled."""
-    config = walk_config(folder, family, **encode)
-    report = run_precache(config)
-    assert report.num_refused == 0 and report.num_encoded == report.num_misses > 0, report.to_json()
-    return config
 
 
 def assert_same_entry(one: Any, other: Any) -> None:
@@ -125,12 +104,3 @@ def assert_same_batch(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name, value in one.items():
         same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
         assert same, name
-
-
-def assert_same_batches(one: Any, other: Any) -> None:
-    """Assert that two caches return bit-identical batches."""
-    num_batches = 0
-    for left, right in zip(batches_of(one), batches_of(other), strict=True):
-        assert_same_batch(left, right)
-        num_batches += 1
-    assert num_batches > 4

@@ -9,19 +9,23 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from helpers.family_walks import FEW_WALKS, assert_same_batches, assert_served, walked
+from helpers.family_walks import WALKS, assert_same_batch, assert_served, batches_of, walk_config
 from helpers.serving import RunningServer, serving_here
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
+from latentcache.precache.run import run_precache
 from latentcache.service.page.views import url
 
 
-@pytest.fixture(scope="module", params=FEW_WALKS)
+@pytest.fixture(scope="module", params=WALKS)
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return walked(tmp_path_factory.mktemp(request.param), request.param)
+    config = walk_config(tmp_path_factory.mktemp(request.param), request.param)
+    report = run_precache(config)
+    assert report.num_refused == 0 < report.num_encoded
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -80,4 +84,5 @@ def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cache
 def test_a_client_gets_the_same_batches(server: RunningServer, cached: LatentCache, tmp_path: Path) -> None:
     for _ in range(2):
         with LatentCache(server.url, token=server.token, local=tmp_path / "local") as client:
-            assert_same_batches(client, cached)
+            for found, expected in zip(batches_of(client), batches_of(cached), strict=True):
+                assert_same_batch(found, expected)
