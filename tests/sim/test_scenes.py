@@ -5,6 +5,8 @@ test_optimizer_table.py and test_cold_cache.py have three more.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -19,19 +21,10 @@ MISMATCH = "Expected all tensors to be on the same device"
 # rasbt/LLMs-from-scratch #172, https://github.com/rasbt/LLMs-from-scratch/issues/172
 
 
-class Classifier(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok_emb = torch.nn.Embedding(16, 4)
-        self.register_buffer("mask", torch.ones(5, 1))
-        self.out_head = torch.nn.Linear(4, 16)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.out_head(self.tok_emb(tokens) * self.mask)
-
-
 def test_llms_from_scratch_172_a_head_made_after_to(device: torch.device) -> None:
-    model, tokens = Classifier().to(device), torch.zeros(2, 5, dtype=torch.long, device=device)
+    layers = {"tok_emb": torch.nn.Embedding(16, 4), "out_head": torch.nn.Linear(4, 16)}
+    model = torch.nn.Sequential(OrderedDict(layers)).to(device)
+    tokens = torch.zeros(2, 5, dtype=torch.long, device=device)
     model.out_head = torch.nn.Linear(4, 2)  # the fine-tuning chapter's new head, made after `.to`
     with pytest.raises(RuntimeError, match=MISMATCH):
         model(tokens)
