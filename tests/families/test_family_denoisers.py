@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.family_references import generator
 from helpers.family_runs import SIDE, TEXTS, FamilyRun, guidance_with_negative
+from helpers.tensor_bits import assert_same_state
 from helpers.tiny_models import tiny_denoiser, tiny_folder, whole_pipeline
 from peft import LoraConfig
 from safetensors.torch import save_file
@@ -43,9 +44,7 @@ def output(run: FamilyRun, denoiser: Any) -> torch.Tensor:
 
 
 def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    state, wanted = found.state_dict(), expected.state_dict()
-    assert state.keys() == wanted.keys()
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert_same_state(found, expected.state_dict())
     assert not any(parameter.requires_grad for parameter in found.parameters()) and not found.training
 
 

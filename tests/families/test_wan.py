@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers.pipelines.wan import pipeline_wan
 from helpers.family_runs import SIDE, family_config, recorded
+from helpers.tensor_bits import assert_same_state
 from helpers.tiny_models import tiny_folder, tiny_model
 
 from latentcache.config import Config, ModelConfig, ValidationConfig
@@ -158,8 +159,7 @@ def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(model: tuple[Any
         used += schedule.used
         known = schedule.timesteps[list(schedule.used)]
         assert seen and all(known[0] <= each <= known[-1] for each in seen)
-        found, expected = load_denoiser(dtype=torch.float32, model=config), getattr(pipeline, expert).state_dict()
-        assert all(torch.equal(each, expected[key]) for key, each in found.state_dict().items())
+        assert_same_state(load_denoiser(dtype=torch.float32, model=config), getattr(pipeline, expert).state_dict())
     assert sorted(used) == list(range(1000))
 
 

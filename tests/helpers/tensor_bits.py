@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
@@ -18,3 +20,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
+
+
+def assert_same_state(module: torch.nn.Module, expected: Mapping[str, torch.Tensor]) -> None:
+    """Assert that a module has these weights by these names, bit by bit."""
+    state = module.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(same_bits(state[name], expected[name]) for name in expected)  # torch compares no float8

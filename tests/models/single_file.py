@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
+from helpers.tensor_bits import assert_same_state
 from peft import LoraConfig
 from safetensors.torch import save_file
 
@@ -233,11 +234,8 @@ def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
     """Bit-equal weights and output; on the CPU, in eval mode, frozen."""
     assert not any(module.training for module in found.modules())
     assert not any(parameter.requires_grad for parameter in found.parameters())
-    ours, theirs = found.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.device.type == "cpu" and value.dtype == theirs[name].dtype
-        assert torch.equal(value, theirs[name]), name
+    assert all(value.device.type == "cpu" for value in found.state_dict().values())
+    assert_same_state(found, expected.state_dict())
     assert torch.equal(output(found), output(expected))
 
 

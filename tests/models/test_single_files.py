@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.tensor_bits import same_bits
+from helpers.tensor_bits import assert_same_state
 from helpers.tiny_models import (
     flux2_vae,
     image_vae,
@@ -32,14 +31,6 @@ from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 
 FAMILIES_LANE = pytest.mark.families
-State = Mapping[str, torch.Tensor]
-
-
-def check_same(found: torch.nn.Module, expected: State) -> None:
-    state = found.state_dict()
-    assert state.keys() == expected.keys()
-    assert all(same_bits(state[name], expected[name]) for name in expected)  # torch compares no float8
-
 
 # A denoiser: diffusers converts it, and all counts.
 
@@ -57,10 +48,10 @@ def test_every_tensor_of_the_file_is_used(name: str, prefix: str, tmp_path: Path
     denoiser = tiny_denoiser(name, 4)
     tensors = denoiser_tensors(name, denoiser, prefix)
     save(tensors, file := tmp_path / "model.safetensors")
-    check_same(load_denoiser(file, dtype=F32, model=model), denoiser.state_dict())
+    assert_same_state(load_denoiser(file, dtype=F32, model=model), denoiser.state_dict())
     denoiser.save_pretrained(own := tmp_path / "own")
     low, expected = (load_denoiser(path, dtype=torch.float8_e4m3fn, model=model) for path in (file, own))
-    check_same(low, expected.state_dict())
+    assert_same_state(low, expected.state_dict())
     save({**tensors, f"{prefix}extra.weight": torch.ones(3)}, file)
     with pytest.raises(ModelError, match=r"unexpected, e\.g\. extra\.weight|of which diffusers converts"):
         load_denoiser(file, dtype=F32, model=model)
@@ -116,7 +107,7 @@ def test_a_vae_by_diffusers_names_and_in_the_layout_of_its_authors(name: str, tm
     prefixed = {f"vae.{key}": value for key, value in of_authors.items()}
     for number, tensors in enumerate((expected, of_authors, *([prefixed] if name == "flux" else []))):
         loader = vae_loader_of(name, vae, save(tensors, tmp_path / f"{number}.safetensors"))
-        check_same(loader.vae(F32), expected)
+        assert_same_state(loader.vae(F32), expected)
         assert loader.vae_facts() == vae_facts(vae, family)
         assert loader.identity("vae", F32) == LoadedModels(family=family, vae=vae).identity("vae", F32)
     half = loader.vae(torch.bfloat16)
@@ -162,7 +153,7 @@ def test_every_part_is_that_of_the_file(name: str, tmp_path: Path) -> None:
         assert loader.identity(part, F32) == expected.identity(part, F32), part
     if name == "sd15":
         model = ModelConfig(path=str(file), family=name, config=str(tmp_path / "configs"))
-        check_same(load_denoiser(dtype=F32, model=model), tiny_denoiser(name, 3).state_dict())
+        assert_same_state(load_denoiser(dtype=F32, model=model), tiny_denoiser(name, 3).state_dict())
 
 
 def anima_files(folder: Path, prefix: str, of_encoder: str) -> dict[str, Any]:
@@ -193,7 +184,7 @@ def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
         assert loader.identity(part, F32) == expected.identity(part, F32), part
     model = ModelConfig(path=str(file), config=str(config))
     assert family_of(model)[0] is family
-    check_same(load_denoiser(dtype=F32, model=model), parts["transformer"].state_dict())
+    assert_same_state(load_denoiser(dtype=F32, model=model), parts["transformer"].state_dict())
     assert load_scheduler(model=model).config.shift == 3.0
     assert "is not used" not in caplog.text
     load_denoiser(file, dtype=F32, model=ModelConfig(path=tiny_folder("anima")))
@@ -214,12 +205,12 @@ def test_a_denoiser_s_file_runs_with_its_own_conditioner(tmp_path: Path, caplog:
     own, tensors = randomised(parts["text_conditioner"], 9).state_dict(), load_file(file)
     save({**tensors, **{f"net.llm_adapter.{name}": value for name, value in own.items()}}, file)
     found = load_denoiser(file, dtype=F32, model=model, family=family)
-    check_same(found.text_conditioner, own)
-    check_same(found, parts["transformer"].state_dict())
+    assert_same_state(found.text_conditioner, own)
+    assert_same_state(found, parts["transformer"].state_dict())
     assert "is not used" not in caplog.text and not found.text_conditioner.training
     save({name: value for name, value in tensors.items() if "llm_adapter." not in name}, file)
     others = tiny_model("anima")["text_conditioner"].state_dict()
-    check_same(load_denoiser(file, dtype=F32, model=model, family=family).text_conditioner, others)
+    assert_same_state(load_denoiser(file, dtype=F32, model=model, family=family).text_conditioner, others)
 
 
 @FAMILIES_LANE
