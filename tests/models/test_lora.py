@@ -58,15 +58,6 @@ def file(adapted, tmp_path_factory) -> Path:
     return save_diffusers(adapted, tmp_path_factory.mktemp("lora"))
 
 
-def check_loaded(unet: UNet2DConditionModel, expected: UNet2DConditionModel, name: str) -> None:
-    found, weights = (get_peft_model_state_dict(unet, adapter_name=name), get_peft_model_state_dict(expected))
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[key], weights[key]) for key in found)
-    assert not any(parameter.requires_grad for parameter in unet.parameters())
-    assert not any(module.training for module in unet.modules())
-    assert torch.equal(output(unet), output(expected))
-
-
 @pytest.mark.parametrize(
     ("form", "settings"),
     [
@@ -92,7 +83,12 @@ def test_every_form_gives_the_same_unet(form, settings, tmp_path):
     assert not torch.equal(output(unet), output(adapted))
     name = load_lora(unet, tmp_path if form == "diffusers" else path)
     os.truncate(path, 0)  # it may be replaced while its LoRA is in use
-    check_loaded(unet, adapted, name)
+    found, weights = get_peft_model_state_dict(unet, adapter_name=name), get_peft_model_state_dict(adapted)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weights[key]) for key in found)
+    assert not any(parameter.requires_grad for parameter in unet.parameters())
+    assert not any(module.training for module in unet.modules())
+    assert torch.equal(output(unet), output(adapted))
 
 
 def test_the_scale_and_the_dtype(file):

@@ -97,16 +97,11 @@ def show_all(page: Page, num_tiles: int) -> None:
     assert found[-1] == num_tiles and found[0] == 24, found
 
 
-def assert_images_loaded(page: Page) -> None:
-    """Each picture that is on the screen has its pixels."""
-    page.wait_for_load_state("networkidle")
-    assert page.evaluate("[...document.images].every(image => !image.complete || image.naturalWidth > 0)")
-
-
 def test_the_gallery_loads_more_while_scrolling(open_page: OpenPage, base: str) -> None:
     page = open_page(base, "/gallery")
     expect(tiles(page)).to_have_count(24)
-    assert_images_loaded(page)
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("[...document.images].every(image => !image.complete || image.naturalWidth > 0)")
     # A pixel for each latent's row and column.
     assert page.evaluate("document.images[1].naturalWidth * 8 == document.images[1].getAttribute('width')")
     show_all(page, 63)
