@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
-from helpers.family_runs import TEXTS, FamilyRun, equal, family_run, guidance_with_negative, recorded
+from helpers.family_runs import TEXTS, FamilyRun, equal, family_run, recorded
 from helpers.loss_cases import noise_of, timestep_of
 from helpers.tiny_models import randomised, tiny_model
 from PIL import Image
@@ -73,18 +73,6 @@ def check_first_call(run: FamilyRun) -> None:
                 found, value = found[kept], value[kept]
             assert equal(found, value), name
         assert equal(own.output, call.output)
-
-
-def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
-    family, scale = run.family, guidance_with_negative(run.family)
-    guidance = family.guidance_kwargs(scale)
-    if run.has_pictures:  # whose pipelines need the pixels too: see test_family_denoisers.py
-        return
-    for texts in run.groups(PAIR):
-        given = None if not family.uses_negative(scale) else run.negative(texts)
-        live = run.generate(run.pipeline, **run.prompts(texts, [""] * len(texts)), **guidance)
-        from_cache = family.pipeline_kwargs(run.batch(texts), given)
-        assert torch.equal(run.generate(run.bare_pipeline, **from_cache, **guidance), live)
 
 
 def check_training_step(run: FamilyRun) -> None:

@@ -151,14 +151,8 @@ class FamilyRun:
 
     @cached_property
     def pipeline(self) -> Any:
-        """The pipeline with all parts."""
+        """diffusers' own, with all parts."""
         return whole_pipeline(self.family, **self.parts)
-
-    @cached_property
-    def bare_pipeline(self) -> Any:
-        """The pipeline without text encoders and tokenizers."""
-        gone = (*self.family.names("text_encoder"), *self.family.names("tokenizer"))
-        return whole_pipeline(self.family, **{name: part for name, part in self.parts.items() if name not in gone})
 
     @property
     def models(self) -> Models:

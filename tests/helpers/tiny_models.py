@@ -85,7 +85,7 @@ def save_diffusers_folder(parts: Mapping[str, Any], path: Path, family: str = DE
 
 
 def whole_pipeline(family: Family, **parts: Any) -> Any:
-    """diffusers' pipeline with these parts. It encodes texts and decodes if it has the parts for that."""
+    """diffusers' pipeline with these parts: those of a whole model, or the denoiser to load a LoRA into."""
     if family.name == "ideogram4-projected":  # its pipeline is ideogram4's, without the projection
         del parts["projection"]
         family = family_named("ideogram4")
@@ -98,19 +98,10 @@ class ModularPipeline:
     __module__ = "diffusers.modular_pipelines.anima.before_denoise"  # the module that draws noise
 
     def __init__(self, parts: Mapping[str, Any]):
-        from diffusers.modular_pipelines import SequentialPipelineBlocks
-        from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
-        from diffusers.modular_pipelines.anima.modular_blocks_anima import AnimaCoreDenoiseStep, AnimaDecodeStep
-
-        steps: dict[str, Any] = {} if parts.get("text_encoder") is None else {"text_encoder": AnimaTextEncoderStep()}
-        steps["denoise"] = AnimaCoreDenoiseStep()
-        if parts.get("text_conditioner") is None:
-            del steps["denoise"].sub_blocks["text_conditioning"]
-        if parts.get("vae") is not None:
-            steps["decode"] = AnimaDecodeStep()
-        self.made = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
+        self.made = diffusers.AnimaAutoBlocks().init_pipeline()
         self.made.update_components(**parts)
-        self.made._blocks.sub_blocks["denoise"].sub_blocks["denoise"].set_progress_bar_config(disable=True)
+        blocks = self.made._blocks.sub_blocks["denoise"].sub_blocks["text2image"].sub_blocks
+        blocks["denoise"].set_progress_bar_config(disable=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.made, name)
@@ -119,22 +110,16 @@ class ModularPipeline:
         self,
         *,
         negative_prompt: Any = None,
-        max_sequence_length: int | None = None,
+        max_sequence_length: int = 512,
         guidance_scale: float = 4.0,
-        output_type: str = "pt",
         **options: Any,
     ) -> Any:
         self.made.guider.guidance_scale = max(guidance_scale, 1.0)  # below it would be on again
         texts = {"negative_prompt": negative_prompt, "max_sequence_length": max_sequence_length}
-        options |= {name: value for name, value in texts.items() if value is not None}
-        if output_type == "latent":
-            return [self.made(**options).get("latents")]
-        return [self.made(**options, output_type=output_type).get("images")]
+        return [self.made(**texts, **options).get("images")]
 
     def save_pretrained(self, path: Path) -> None:
-        whole = diffusers.AnimaAutoBlocks().init_pipeline()
-        whole.update_components(**{name: part for name, part in self.components.items() if part is not None})
-        whole.save_pretrained(str(path), overwrite_modular_index=True)
+        self.made.save_pretrained(str(path), overwrite_modular_index=True)
 
 
 def encode_captions(parts: Mapping[str, Any], captions: Sequence[str], clip_skip: int = 0) -> dict[str, torch.Tensor]:
