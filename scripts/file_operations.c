@@ -1,6 +1,6 @@
 /* Sees every file operation below one folder, also SQLite's, torch's and safetensors': preload it (LD_PRELOAD).
  *
- * Its functions `fo_*` are called by scripts/file_operations.py. It can make operations fail, kill the process after
+ * Its functions `fo_*` are called by scripts/file_operations.py. It can make operations fail, kill the process before
  * one, and record those that change something, with their data. Linux and glibc only; not for production.
  */
 #define _GNU_SOURCE
@@ -8,7 +8,6 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <fnmatch.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -33,10 +32,9 @@ static pthread_mutex_t order_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP; /* c
 static char root[MAX_PATH];
 static size_t root_length;
 static int log_fd = -1;
-static long num_seen, fail_at, kill_in;
+static long num_seen, fail_at;
 static int fail_errno, fail_for_ever;
-static unsigned fail_mask, kill_mask;
-static char kill_glob[MAX_PATH];
+static unsigned fail_mask;
 
 #define REAL(name) ((__typeof__(&name))real_of(#name))
 
@@ -57,12 +55,6 @@ void fo_fail(long at, int number, int for_ever, unsigned mask) {
     num_seen = 0;
     fail_errno = number, fail_for_ever = for_ever, fail_mask = mask;
     fail_at = at;
-}
-
-void fo_kill(long occurrence, unsigned mask, const char *glob) {
-    kill_mask = mask;
-    snprintf(kill_glob, sizeof kill_glob, "%s", glob);
-    kill_in = occurrence;
 }
 
 void fo_record(int fd) { log_fd = fd; }
@@ -116,11 +108,12 @@ static void remember(int fd, const char *path) {
 
 /* What happens to an operation */
 
-/* The error that it must meet, or 0. */
+/* The error that it must meet, or 0. Instead of the error 0 the process is killed. */
 static int refused(int operation, const char *path) {
     if (!path || !fail_at || !(fail_mask >> operation & 1)) return 0;
     long now = __atomic_add_fetch(&num_seen, 1, __ATOMIC_SEQ_CST);
     if (fail_for_ever ? now < fail_at : now != fail_at) return 0;
+    if (!fail_errno) raise(SIGKILL);
     return fail_errno;
 }
 
@@ -135,24 +128,20 @@ static void put(const void *data, size_t length) {
     }
 }
 
-/* After a change that succeeded: record it, and die if this is the moment. The caller holds order_lock. */
+/* After a change that succeeded: record it. The caller holds order_lock. */
 static void done(int operation, const char *path, const char *path_2, ino_t ino, int64_t offset, const struct iovec *data, int num_data, size_t length) {
     const char *name = path ? below(path) : NULL, *name_2 = path_2 ? below(path_2) : "";
-    if (!name) return;
+    if (!name || log_fd < 0) return;
     if (!name_2) name_2 = "";
-    if (log_fd >= 0) {
-        struct change change = {operation, strlen(name), strlen(name_2), 0, ino, offset, length};
-        put(&change, sizeof change);
-        put(name, change.path_length);
-        put(name_2, change.path_2_length);
-        for (int i = 0; data && i < num_data && length; i++) {
-            size_t part = data[i].iov_len < length ? data[i].iov_len : length;
-            put(data[i].iov_base, part);
-            length -= part;
-        }
+    struct change change = {operation, strlen(name), strlen(name_2), 0, ino, offset, length};
+    put(&change, sizeof change);
+    put(name, change.path_length);
+    put(name_2, change.path_2_length);
+    for (int i = 0; data && i < num_data && length; i++) {
+        size_t part = data[i].iov_len < length ? data[i].iov_len : length;
+        put(data[i].iov_base, part);
+        length -= part;
     }
-    if (kill_in && kill_mask >> operation & 1 && !fnmatch(kill_glob, *name_2 ? name_2 : name, 0) && !--kill_in)
-        raise(SIGKILL);
 }
 
 void fo_mark(const char *text) {

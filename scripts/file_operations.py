@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,21 +27,23 @@ OPERATIONS = (
     *("open", "create", "read", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate"),
     *("lock", "list", "stat", "mark"),
 )
-CHANGES = ("create", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate")
-ERRORS: dict[int, tuple[str, ...]] = {
+KILL = 0
+"""In place of an error: SIGKILL for this process."""
+REFUSALS: dict[int, tuple[str, ...]] = {
+    KILL: ("create", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate"),
     errno.ENOSPC: ("create", "write", "sync", "rename", "mkdir", "truncate"),
     errno.EIO: OPERATIONS[:-1],
     errno.EACCES: ("open", "create", "rename", "unlink", "mkdir", "rmdir", "list", "stat"),
     errno.EMFILE: ("open", "create", "list"),
 }
-"""The operations that can fail with each error."""
+"""The operations that can fail with each error; a process is killed before a change."""
 NEVER = 1 << 60
 
 
 class Change(NamedTuple):
     """A recorded operation. Paths are relative to the root; `offset` is the length for a truncation.
 
-    An inode number `ino` may be reused once the file is removed. A `mark` has its text in `data`.
+    An inode number `ino` may be reused once the file is removed. A `mark` has its words in `data`.
     """
 
     operation: str
@@ -53,7 +54,7 @@ class Change(NamedTuple):
     data: bytes
 
 
-_HEAD = struct.Struct("=IIIIQqQ")
+_HEAD = struct.Struct("=III4xQqQ")
 
 
 def preloaded(main: Callable[[], int]) -> int:
@@ -76,26 +77,22 @@ class FileOperations:
     def __init__(self, root: Path):
         self._library = ctypes.CDLL(None)
         self._library.fo_num_seen.restype = ctypes.c_long
-        self.root = root
         self._library.fo_watch(os.fsencode(root))
 
     @contextmanager
     def refusing(self, at: int, error: int, *, for_ever: bool = False) -> Iterator[None]:
         """Make the `at`-th operation that can raise this error fail (and, `for_ever`, all later ones)."""
-        self._library.fo_fail(ctypes.c_long(at), error, int(for_ever), _mask(ERRORS[error]))
+        mask = sum(1 << OPERATIONS.index(name) for name in REFUSALS[error])
+        self._library.fo_fail(ctypes.c_long(at), error, int(for_ever), mask)
         try:
             yield
         finally:
             self.num_seen = self._library.fo_num_seen()
             self._library.fo_fail(ctypes.c_long(0), 0, 0, 0)
 
-    def kill_after(self, occurrence: int, operation: str, pattern: str) -> None:
-        """SIGKILL this process directly after the `occurrence`-th such operation on a path that matches `pattern`."""
-        self._library.fo_kill(ctypes.c_long(occurrence), _mask([operation]), pattern.encode())
-
-    def mark(self, text: str) -> None:
-        """Record a mark between the changes."""
-        self._library.fo_mark(text.encode())
+    def mark(self, words: Iterable[str]) -> None:
+        """Record words between the changes."""
+        self._library.fo_mark(" ".join(words).encode())
 
     @contextmanager
     def recording(self) -> Iterator[list[Change]]:
@@ -108,20 +105,7 @@ class FileOperations:
             finally:
                 self._library.fo_record(-1)
                 log.seek(0)
-                changes += _parsed(log.read())
-
-
-def _mask(operations: Iterable[str]) -> int:
-    return sum(1 << OPERATIONS.index(name) for name in operations)
-
-
-def _parsed(log: bytes) -> Iterator[Change]:
-    at = 0
-    while at < len(log):
-        number, path_length, path_2_length, _, ino, offset, length = _HEAD.unpack_from(log, at)
-        ends = [at + _HEAD.size]
-        for size in (path_length, path_2_length, length):
-            ends.append(ends[-1] + size)
-        path, path_2, data = (log[start:end] for start, end in pairwise(ends))
-        yield Change(OPERATIONS[number], os.fsdecode(path), os.fsdecode(path_2), ino, offset, data)
-        at = ends[-1]
+                while head := log.read(_HEAD.size):
+                    number, path_length, path_2_length, ino, offset, length = _HEAD.unpack(head)
+                    path, path_2 = (os.fsdecode(log.read(size)) for size in (path_length, path_2_length))
+                    changes.append(Change(OPERATIONS[number], path, path_2, ino, offset, log.read(length)))

@@ -8,16 +8,15 @@ After an interruption the cache must open. No entry may be wrong; no acknowledge
 after the operation may be lost; each manifest is the old or the new one; nothing half-done remains; and running the
 operation again gives the same result as an uninterrupted run. A preloaded library intercepts the file operations.
 
-kill    kill -9 of two precache writers at --n random instants, and of every operation directly after each labelled
-        change it makes: a kind of operation on a kind of path, such as the rename of a pack, as recorded in an
-        uninterrupted run
+kill    kill -9 before the k-th change of a file, for k = 1, 2, 3 ... (at most --n of them, evenly spread) of each
+        operation. In every second case of precache two processes run it at once, and each is killed at its k-th change
 power   replay the recorded file operations up to one of --n cuts, and drop or reorder what was not synced. Any subset
         of the sectors written to a file since its last fsync survives, and any of its truncations. Of the names
         created, renamed or removed in a directory since its last fsync, any subset survives in half of the cuts, and a
         prefix in the others, as on a journalling file system. The fsync of a file does not cover its name. This is
         harsher than common file systems
-faults  the k-th file operation fails, for k = 1, 2, 3 ... (at most --n of them, evenly spread) until the operation
-        succeeds: once and from then on, with ENOSPC, EIO, EACCES and EMFILE, for the system calls that can raise each,
+faults  the k-th file operation fails, for k = 1, 2, 3 ... (at most --n of them, evenly spread): once and from then on,
+        with ENOSPC, EIO, EACCES and EMFILE, for the system calls that can raise each,
         including those of SQLite, torch and safetensors. A failing write has written its first half. Each case must end
         in success or in one of latentcache's own errors, and leave no descriptor open
 """
@@ -35,20 +34,17 @@ import re
 import shutil
 import signal
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from benchmarking import write_manifest
-from file_operations import CHANGES, ERRORS, NEVER, Change, FileOperations, preloaded
+from file_operations import KILL, NEVER, REFUSALS, Change, FileOperations, preloaded
 from soaking import Goal, Soak, config_of, digest_of, run_soak, sample_entries, text_entry, write_photo
 
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -60,7 +56,6 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.memo import Memo
 from latentcache.precache.run import run_precache
-from latentcache.precache.tasks import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -70,21 +65,18 @@ PACK_ENTRIES = 3
 """Entries per pack: few, so that interruptions often hit a seal."""
 NUM_SAMPLES = 6
 SIZE = Size(64, 64)
-NUM_PHOTOS, MANY_PHOTOS = 3, 40
-KILLS_PER_POINT, KILLS_PER_ROUND = 20, 4
+NUM_PHOTOS = 3
 KILLED = ("precache", "add", "import", "verify", "prune", "compact", "rebuild", "open")
 CUT = ("precache", "add", "import", "prune", "compact", "rebuild", "open")
 SECTOR_BYTES = 512
 RERUN_CUTS_EVERY, RERUN_FAULTS_EVERY = 4, 10
 CASE_S = 120
 
-fork = multiprocessing.get_context("fork")
-
-Note = Callable[[str, Sequence[str]], object]
-"""Called with the keys of each pack before it is sealed (`begin`) and once it is durable (`sealed`)."""
+Note = Callable[[Sequence[str]], object]
+"""Called with the keys of each pack once it is durable."""
 
 
-def nothing_noted(event: str, keys: Sequence[str]) -> None:
+def nothing_noted(keys: Sequence[str]) -> None:
     """A Note that ignores everything."""
 
 
@@ -96,27 +88,9 @@ class NotingStore(DiskStore):
         self._note = note
 
     def seal(self, entries: Any) -> Any:
-        keys = [entry.key for entry in entries]
-        self._note("begin", keys)
         sealed = super().seal(entries)
-        self._note("sealed", keys)
+        self._note([entry.key for entry in entries])
         return sealed
-
-
-class NoteFile:
-    """Notes of a process that may be killed at any moment. Each is appended to a file with one write."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __call__(self, event: str, keys: Sequence[str]) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            file.write(json.dumps([event, *keys]).encode() + b"\n")
-
-    def keys(self, event: str) -> set[str]:
-        """The keys in all notes of this event."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return {key for found, *keys in map(json.loads, lines) if found == event for key in keys}
 
 
 class Precache:
@@ -129,11 +103,11 @@ class Precache:
             for number in range(num):
                 write_photo(folder / role / f"{number}.png", number)
 
-    def run(self, cache: Path, note: Note = nothing_noted, *, role: str = "all", shard: Shard | None = None) -> None:
+    def run(self, cache: Path, note: Note = nothing_noted, *, role: str = "all") -> None:
         """Encode missing entries of the first NUM_PHOTOS photos (role `first`) or of all (`all`)."""
         store, config = NotingStore(cache, note), config_of(cache, "photos", self.folder / role)
         with Workspace(store, ManifestFolder(cache / "manifests"), Memo(cache / "memo"), cache) as workspace:
-            run_precache(config, models=self.models, workspace=workspace, shard=shard)
+            run_precache(config, models=self.models, workspace=workspace)
 
 
 # The operations ------------------------------------------------------------------------------------------------------
@@ -351,99 +325,50 @@ def scenes(soak: Soak, names: Sequence[str]) -> Iterator[Scene]:
 # Kills ----------------------------------------------------------------------------------------------------------------
 
 
-def start(function: Callable[[], object]) -> BaseProcess:
-    """Call the function in a fork, which has the models and imports of this process."""
-    process = fork.Process(target=function)
-    process.start()
-    return process
+def moments(soak: Soak, scene: Scene, files: FileOperations, error: int) -> list[int]:
+    """At most `soak.n` of the file operations that can meet this error, evenly spread."""
+    scene.new()
+    with files.refusing(NEVER, error):
+        scene.run()
+    total, most = files.num_seen, min(files.num_seen, soak.n)
+    soak.say(f"{scene.name}: {total} operations can meet {errno.errorcode.get(error, 'a kill')}")
+    return sorted({1 + number * total // most for number in range(most)})
 
 
-def end(*children: BaseProcess) -> int:
-    """Wait for the children. Returns how many were killed. AssertionError if one failed."""
+def num_killed(function: Callable[[], object], num_processes: int) -> int:
+    """Call the function in forks, which have the models and imports of this process. Returns how many were killed."""
+    children = [multiprocessing.get_context("fork").Process(target=function) for _ in range(num_processes)]
+    for child in children:
+        child.start()
     for child in children:
         child.join(CASE_S)
     codes = [child.exitcode for child in children]
-    assert set(codes) <= {0, -signal.SIGKILL}, f"a writer failed: {codes}"
+    assert set(codes) <= {0, -signal.SIGKILL}, f"a process failed: {codes}"
     return codes.count(-signal.SIGKILL)
 
 
-def random_kills(goal: Goal, soak: Soak) -> None:
-    """Kill two precache ranks at random instants."""
-    precache = Precache(soak.folder / "many-photos", MANY_PHOTOS)
-    scene = Scene("precache", operations(precache)["precache"], soak.folder / "random")
-    noted = NoteFile(soak.folder / "noted")
-
-    def begin() -> list[BaseProcess]:
-        return [start(partial(precache.run, scene.cache, noted, shard=Shard(rank, 2))) for rank in range(2)]
-
-    def kill_once() -> None:
-        children, began = begin(), time.monotonic()
-        instants = [soak.random.uniform(0, seconds) for _ in range(2)]
-        if soak.random.random() < 0.5:
-            instants = [min(instants)] * 2  # both at once, as when a machine goes down
-        for instant, child in sorted(zip(instants, children, strict=True), key=lambda each: each[0]):
-            time.sleep(max(0.0, began + instant - time.monotonic()))
-            child.kill()
-        goal.count("killed_writers", end(*children))
-        scene.check(sealed=noted.keys("sealed"))
-        unknown = values(scene.cache).keys() - scene.before.keys() - noted.keys("begin")
-        assert not unknown, f"{len(unknown)} entries that no writer had begun to seal"
-
-    scene.new()
-    began = time.monotonic()
-    end(*begin())
-    seconds = time.monotonic() - began
-    soak.say(f"an uninterrupted run of two writers takes {seconds:.2f} s")
-    # If the machine was busy during the measurement, runs may end before the kill. Then more of them follow.
-    while goal.n < soak.n or (goal.figures.get("killed_writers", 0) < 2 and goal.n < 10 * soak.n):
-        noted.path.unlink()
-        scene.new()
-        for _ in range(max(1, min(KILLS_PER_ROUND, soak.n - goal.n))):
-            with goal.case(f"random kill {goal.n}"):
-                kill_once()
-        with goal.case("rerun"):
-            goal.n -= 1  # the rerun belongs to the cases before it
-            scene.finish()
-    assert goal.figures.get("killed_writers"), "no writer was killed"
-
-
-def label_of(change: Change) -> tuple[str, str]:
-    """The operation and a pattern of its path, because names of packs and temporary files are random."""
-    path = re.sub(r"[0-9a-f]{8,}", "*", change.path_2 or change.path)
-    return change.operation, re.sub(r"^packs/[0-9a-f]{2}(?=/|$)", "packs/??", path)
-
-
-def kills_after_changes(goal: Goal, soak: Soak, scene: Scene) -> None:
-    """Kill after each label KILLS_PER_POINT times; a small --n tries fewer, and skips some labels."""
-    scene.new()
-    files, noted = FileOperations(scene.cache), NoteFile(soak.folder / f"noted-{scene.name}")
-    with files.recording() as changes:
-        scene.run()
-    counts = Counter(label_of(change) for change in changes if change.operation in CHANGES)
-    kills_per_point = min(KILLS_PER_POINT, KILLS_PER_POINT * soak.n / 500)
-
-    def killed(occurrence: int, label: tuple[str, str]) -> None:
-        files.kill_after(occurrence, *label)
-        scene.run(noted)
-
-    for label, count in counts.items():
-        goal.count("labels")
-        for _ in range(int(kills_per_point) + (soak.random.random() < kills_per_point % 1)):
-            occurrence = soak.random.randint(1, count)
-            with goal.case(f"{scene.name}: killed after {' '.join(label)} number {occurrence}"):
-                noted.path.unlink(missing_ok=True)
-                scene.new()
-                goal.count("killed", end(start(partial(killed, occurrence, label))))
-                scene.check(sealed=noted.keys("sealed"))
-                scene.finish()
-    soak.say(f"{scene.name}: {len(counts)} labels, {goal.n} kills, {goal.failures} failures")
-
-
 def kill(soak: Soak) -> None:
-    random_kills(soak.goal("kill -9 of two writers at random instants: 0 lost, torn, wrong or left over"), soak)
-    goal = soak.goal("kill -9 after each labelled change: 0 lost, torn, wrong or left over; the rerun equals")
+    goal = soak.goal("kill -9 before the k-th change: 0 lost, torn, wrong or left over; the rerun equals")
+    noted = soak.folder / "noted"
+
+    def note(keys: Sequence[str]) -> None:
+        with noted.open("a") as file:  # written at once, when it is closed
+            file.write("".join(f"{key}\n" for key in keys))
+
+    def killed(scene: Scene, files: FileOperations, moment: int) -> None:
+        with files.refusing(moment, KILL):
+            scene.run(note)
+
     for scene in scenes(soak, KILLED):
-        kills_after_changes(goal, soak, scene)
+        files = FileOperations(scene.cache)
+        for moment in moments(soak, scene, files, KILL):
+            num_processes = 1 + (scene.name == "precache" and goal.n % 2)
+            with goal.case(f"{scene.name}: {num_processes} killed at change {moment}"):
+                noted.write_text("")
+                scene.new()
+                goal.count("killed", num_killed(partial(killed, scene, files, moment), num_processes))
+                scene.check(sealed=noted.read_text().split())
+                scene.finish()
     assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit a running operation"
 
 
@@ -454,14 +379,14 @@ def kill(soak: Soak) -> None:
 class File:
     """A file or a folder: its durable content and the changes since, which a power cut may lose.
 
-    `durable` is the bytes of a file or the names of a folder. A change of a file is (offset, bytes), or (length, None)
-    for a truncation. A change of a folder is {name: file}, with None for a removed name.
+    `durable` is the bytes of a file or the names of a folder. A change of a file is (offset, a sector's bytes), or
+    (length, None) for a truncation. A change of a folder is {name: file}, with None for a removed name.
     """
 
     durable: bytes | dict[str, File]
     changes: list[Any] = field(default_factory=list)
 
-    def after(self, changes: Sequence[Any]) -> bytes | dict[str, File]:
+    def after(self, changes: Sequence[Any]) -> Any:
         """Apply these changes to the durable content. Holes in a file are zeros."""
         if isinstance(self.durable, dict):
             names = self.durable | {name: file for change in changes for name, file in change.items()}
@@ -469,30 +394,20 @@ class File:
         found = bytearray(self.durable)
         for offset, written in changes:
             found += bytes(max(0, offset + len(written or b"") - len(found)))
-            if written is None:
-                del found[offset:]
-            else:
-                found[offset : offset + len(written)] = written
+            found[offset : None if written is None else offset + len(written)] = written or b""
         return bytes(found)
 
     def names(self) -> dict[str, File]:
-        """The names of a folder as a process sees them; empty for a file."""
-        now = self.after(self.changes) if isinstance(self.durable, dict) else {}
-        assert isinstance(now, dict)
-        return now
-
-    def sync(self) -> None:
-        """Make all changes durable."""
-        self.durable, self.changes = self.after(self.changes), []
+        """The names of a folder as a process sees them."""
+        return dict(self.after(self.changes))
 
     def write_out(self, path: Path, dice: random.Random, *, ordered: bool) -> None:
-        """Write what a power cut leaves: a prefix of the changes, or a random share of them sector by sector."""
+        """Write what a power cut leaves: a prefix of the changes, or a random share of them."""
         is_folder = isinstance(self.durable, dict)
         kept = self.changes[: dice.randint(0, len(self.changes))]
         if not (ordered if is_folder else dice.random() < 0.25):
             share = 0.5 if is_folder else dice.choice([0.0, 0.5, 1.0])
-            parts = self.changes if is_folder else [part for change in self.changes for part in sectors(*change)]
-            kept = [part for part in parts if dice.random() < share]
+            kept = [change for change in self.changes if dice.random() < share]
         left = self.after(kept)
         if isinstance(left, bytes):
             path.write_bytes(left)
@@ -500,15 +415,6 @@ class File:
         path.mkdir()
         for name, child in left.items():
             child.write_out(path / name, dice, ordered=ordered)
-
-
-def sectors(offset: int, written: bytes | None) -> Iterator[tuple[int, bytes | None]]:
-    """Split a change of a file into parts that survive independently."""
-    if written is None:
-        yield offset, None
-        return
-    for start in range(0, len(written), SECTOR_BYTES):
-        yield offset + start, written[start : start + SECTOR_BYTES]
 
 
 class Disk:
@@ -526,73 +432,60 @@ class Disk:
     def apply(self, change: Change) -> set[str]:
         """Apply one recorded change. Returns the keys that it acknowledged."""
         if change.operation == "mark":
-            return set(json.loads(change.data))
+            return set(change.data.decode().split())
         folder, name = self._place(change.path)
+        # The name comes first: the inode number of a new folder is not recorded.
+        file: Any = folder.names().get(name) or self._by_number.get(change.ino)
         match change.operation:
             case "create" | "mkdir":
-                file = self._by_number[change.ino] = File({} if change.operation == "mkdir" else b"")
-                folder.changes.append({name: file})
+                made = self._by_number[change.ino] = File({} if change.operation == "mkdir" else b"")
+                folder.changes.append({name: made})
             case "unlink" | "rmdir":
                 folder.changes.append({name: None})
             case "rename":
                 target, new_name = self._place(change.path_2)
-                moved = {new_name: folder.names()[name]}
                 if target is folder:
-                    folder.changes.append({name: None} | moved)
+                    folder.changes.append({name: None, new_name: file})
                 else:
                     folder.changes.append({name: None})
-                    target.changes.append(moved)
+                    target.changes.append({new_name: file})
             case "sync":
-                self._changed(change).sync()
-            case "write" | "truncate":
-                data = change.data if change.operation == "write" else None
-                self._changed(change).changes.append((change.offset, data))
+                file.durable, file.changes = file.after(file.changes), []
+            case "truncate":
+                file.changes.append((change.offset, None))
+            case "write":
+                for at in range(0, len(change.data), SECTOR_BYTES):  # parts that survive independently
+                    file.changes.append((change.offset + at, change.data[at : at + SECTOR_BYTES]))
         return set()
 
-    def _changed(self, change: Change) -> File:
-        # By path if it has one: the inode number of a new folder is not recorded.
-        return self._at(change.path) or self._by_number[change.ino]
-
-    def _at(self, path: str) -> File | None:
-        file: File | None = self.root
-        for name in filter(None, path.split("/")):
-            file = file.names().get(name) if file is not None else None
-        return file
-
     def _place(self, path: str) -> tuple[File, str]:
-        folder, _, name = path.rpartition("/")
-        found = self._at(folder)
-        assert found is not None, f"{path}: unknown folder"
-        return found, name
+        """The folder of a path, and its name there. KeyError if there is no such folder."""
+        *folders, name = path.split("/")
+        place = self.root
+        for each in folders:
+            place = place.names()[each]
+        return place, name
 
 
 def power(soak: Soak) -> None:
     goal = soak.goal("power cuts at any moment, unsynced writes dropped and reordered: nothing wrong, nothing lost")
     for scene in scenes(soak, CUT):
         disk, files = Disk(scene.new()), FileOperations(scene.cache)
-        with files.recording() as changes:  # includes marks for acknowledged entries
-            scene.run(partial(mark, files))
+        with files.recording() as changes:
+            scene.run(files.mark)
         done, sealed = 0, set[str]()
         for moment in sorted(soak.random.randint(0, len(changes)) for _ in range(soak.n)):
             for change in changes[done:moment]:
                 sealed |= disk.apply(change)
             done, ordered = moment, soak.random.random() < 0.5
             dice = random.Random(soak.random.random())
-            with goal.case(
-                f"{scene.name}: cut after {moment} of {len(changes)}, {'ordered' if ordered else 'any'} names"
-            ):
+            with goal.case(f"{scene.name}: cut after {moment} of {len(changes)}, {ordered=}"):
                 shutil.rmtree(scene.cache, ignore_errors=True)
                 disk.root.write_out(scene.cache, dice, ordered=ordered)
                 scene.check(sealed=sealed)
                 if goal.n % RERUN_CUTS_EVERY == 0:
                     scene.finish()
         soak.say(f"{scene.name}: {len(changes)} changes")
-
-
-def mark(files: FileOperations, event: str, keys: Sequence[str]) -> None:
-    """Record acknowledged keys between the changes."""
-    if event == "sealed":
-        files.mark(json.dumps(keys))
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -634,20 +527,14 @@ def faults(soak: Soak) -> None:
     signal.signal(signal.SIGALRM, too_long)
     goal = soak.goal("the k-th file operation fails: a typed error or success, nothing lost, wrong or half done")
     chosen = ("add", "read", "compact") if soak.options.tiny else ("read", *KILLED)
-    for scene, error in product(scenes(soak, chosen), ERRORS):
+    for scene, error in product(scenes(soak, chosen), sorted(REFUSALS.keys() - {KILL})):
         gc.freeze()  # later collections skip what exists already
-        files, name = FileOperations(scene.cache), f"{scene.name}: {errno.errorcode[error]}"
-        scene.new()
-        with files.refusing(NEVER, error):
-            scene.run()
-        total, most = files.num_seen, min(files.num_seen, soak.n)
-        moments = sorted({1 + number * total // most for number in range(most)})  # evenly spread
-        for for_ever, moment in product((False, True), moments):
-            with goal.case(f"{name} {'from' if for_ever else 'at'} {moment}"):
+        files = FileOperations(scene.cache)
+        for for_ever, moment in product((False, True), moments(soak, scene, files, error)):
+            with goal.case(f"{scene.name}: {errno.errorcode[error]} {'from' if for_ever else 'at'} {moment}"):
                 signal.alarm(CASE_S)
                 refuse(goal, scene, files, moment, error, for_ever=for_ever)
             signal.alarm(0)
-        soak.say(f"{name}: {total} operations")
 
 
 PARTS = {"kill": (kill, 500, 4), "power": (power, 200, 3), "faults": (faults, 1_000_000, 5)}
