@@ -34,7 +34,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,14 +43,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchmarking import write_manifest
 from file_operations import KILL, NEVER, REFUSALS, Change, FileOperations, preloaded
-from soaking import Goal, Soak, config_of, digest_of, run_soak, sample_entries, text_entry, write_photo
+from soaking import Goal, Soak, config_of, digest_of, run_soak, write_photo
 
-from latentcache.dataset.manifest_folder import ManifestFolder
+# isort: split
+from helpers.foreign_samples import Foreign, pairs
+from helpers.pack_damage import damage
+from helpers.ragged_samples import fill, moments_of, text_of
+
+from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
 from latentcache.errors import EntryDamagedError, LatentCacheError
 from latentcache.interop.importing import import_cache
-from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
@@ -59,12 +62,11 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, writer
 from latentcache.store.upkeep import compact, prune, rebuild, verify
-from latentcache.types import Crop, Geometry, Size
 
 PACK_ENTRIES = 3
 """Entries per pack: few, so that interruptions often hit a seal."""
-NUM_SAMPLES = 6
-SIZE = Size(64, 64)
+LENGTHS = (1, 2, 3, 4, 5, 1)
+"""Rows of the captions of the samples."""
 NUM_PHOTOS = 3
 KILLED = ("precache", "add", "import", "verify", "prune", "compact", "rebuild", "open")
 CUT = ("precache", "add", "import", "prune", "compact", "rebuild", "open")
@@ -113,33 +115,10 @@ class Precache:
 # The operations ------------------------------------------------------------------------------------------------------
 
 
-class _ForeignCache:
-    """A stand-in for a reader of another trainer's cache, without files."""
-
-    format = "kohya"
-    family = "sdxl"
-
-    def items(self) -> Iterator[ForeignItem]:
-        generator, geometry = torch.Generator().manual_seed(1), Geometry(SIZE, SIZE, Crop(0, 0), SIZE)
-        for number in range(NUM_SAMPLES):
-            name = f"{number}.png"
-            latents = torch.randn(4, 8, 8, generator=generator)
-            yield ForeignImage(name, f"{name}.npz", None, latents, False, "sample", geometry)
-            embeds, pooled = torch.randn(5, 16, generator=generator), torch.randn(8, generator=generator)
-            yield ForeignText((name,), f"{name}.npz", f"caption {number}", embeds, pooled)
-
-
-def _write_manifest(cache: Path, numbers: Iterable[int]) -> None:
-    """Write a manifest `train` of the samples with these numbers."""
-    keys = {number: [entry.record.key for entry in sample_entries([number])] for number in numbers}
-    write_manifest(cache, "train", {f"{number}.png": (SIZE, image, text) for number, (image, text) in keys.items()})
-
-
-def _add(cache: Path, note: Note = nothing_noted, num_samples: int = NUM_SAMPLES) -> None:
-    """Add packs of PACK_ENTRIES entries and a manifest of all samples."""
+def _add(cache: Path, note: Note = nothing_noted, lengths: Sequence[int] = LENGTHS) -> None:
+    """Add packs of PACK_ENTRIES entries and a manifest of samples whose captions have these numbers of rows."""
     with NotingStore(cache, note) as store:
-        store.add(sample_entries(range(num_samples)))
-    _write_manifest(cache, range(num_samples))
+        fill(store, ManifestFolder(cache / "manifests"), "chroma", lengths, name="train")
 
 
 def _add_waste(cache: Path) -> None:
@@ -152,18 +131,13 @@ def _add_waste(cache: Path) -> None:
 def _add_orphans(cache: Path) -> None:
     """Like `_add`, then drop half of the samples from the manifest."""
     _add(cache)
-    _write_manifest(cache, range(0, NUM_SAMPLES, 2))
+    _add(cache, lengths=LENGTHS[: len(LENGTHS) // 2])
 
 
 def _add_damage(cache: Path) -> None:
     """Like `_add`, then flip a bit of one entry."""
     _add(cache)
-    needle = text_entry(1).tensors["prompt_embeds"].numpy().tobytes()
-    for pack in cache.glob("packs/*/*.safetensors"):
-        data = bytearray(pack.read_bytes())
-        if (at := data.find(needle)) >= 0:
-            data[at] ^= 1
-            pack.write_bytes(data)
+    damage(cache, text_of(1, LENGTHS[1]).view(torch.uint8).numpy().tobytes())
 
 
 def _add_and_die(cache: Path) -> None:
@@ -175,24 +149,23 @@ def _add_and_die(cache: Path) -> None:
 
 
 def _import(cache: Path, note: Note) -> None:
+    foreign = Foreign(pairs(*(f"{number}.png" for number in range(len(LENGTHS)))), format="kohya")
     with Workspace(NotingStore(cache, note), ManifestFolder(cache / "manifests"), path=cache) as workspace:
-        import_cache(_ForeignCache(), workspace, name="imported", scale_check=False)
+        import_cache(foreign, workspace, name="imported", scale_check=False)
 
 
 def _prune(cache: Path, note: Note) -> None:
-    manifest = ManifestFolder(cache / "manifests").read("train")
-    assert manifest is not None
-    prune(cache, manifest.keys())
+    prune(cache, partial(keys_in_use, ManifestFolder(cache / "manifests")))
 
 
 def _read(cache: Path, note: Note) -> None:
     """Read as a trainer does. AssertionError if a batch differs from what was stored."""
     with LatentCache(cache) as opened:
-        for name in opened.sample_ids():
-            batch = opened.batch([name], device="cpu", output="moments")
-            image, text = sample_entries([int(name.removesuffix(".png"))])
-            for field, tensor in (*image.tensors.items(), *text.tensors.items()):
-                assert torch.equal(batch[field][0], tensor), f"{name} {field} is wrong"
+        for number in map(int, opened.sample_ids()):
+            batch = opened.batch([str(number)], device="cpu", output="moments")
+            assert torch.equal(batch["moments"][0], moments_of("chroma", number)), f"moments of {number} are wrong"
+            [embeds], text = batch["prompt_embeds"], text_of(number, LENGTHS[number])
+            assert torch.equal(embeds[: len(text)], text) and not embeds[len(text) :].any(), f"text {number} is wrong"
 
 
 class Operation(NamedTuple):
@@ -207,7 +180,7 @@ def operations(precache: Precache) -> dict[str, Operation]:
     writer.PACK_ENTRIES = PACK_ENTRIES
     return {
         "precache": Operation(partial(precache.run, role="first"), precache.run),
-        "add": Operation(partial(_add, num_samples=2), _add),
+        "add": Operation(partial(_add, lengths=LENGTHS[:2]), _add),
         "import": Operation(_add, _import),
         "read": Operation(_add, _read),
         "verify": Operation(_add_damage, lambda cache, note: verify(cache)),

@@ -13,21 +13,22 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import safetensors.torch
 import torch
 from benchmarking import environment
-from PIL import Image
 
 from latentcache.config import Config
-from latentcache.config_file import parse_config
-from latentcache.identity import digest, key_of
-from latentcache.types import Entry, Record
+from latentcache.identity import digest
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from helpers import photo_files
+from helpers.tiny_configs import config_of_dataset
 
 MAX_KEPT = 50
 """Failures per goal that are reported with a traceback. All of them are counted."""
@@ -114,55 +115,16 @@ def run_soak(parts: Parts, description: str | None) -> int:
 # Caches --------------------------------------------------------------------------------------------------------------
 
 
-def image_entry(number: int) -> Entry:
-    """Moments of a 64x64 image, 1 KiB."""
-    return _entry("image", number, {"moments": (8, 8, 8)})
-
-
-def text_entry(number: int) -> Entry:
-    """Embeddings of a caption. The number of tokens varies with `number`."""
-    return _entry("text", number, {"prompt_embeds": (1 + number % 5, 16), "pooled_prompt_embeds": (8,)})
-
-
-def _entry(kind: str, number: int, shapes: Mapping[str, tuple[int, ...]]) -> Entry:
-    generator = torch.Generator().manual_seed(2 * number + (kind == "text"))
-    tensors = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
-    identity = {"kind": kind, "number": number}
-    record = Record(key_of(identity), kind, identity, {"path": f"{number}.png"})
-    return Entry(record, tensors, frozenset({"prompt_embeds"} & shapes.keys()))
-
-
-def sample_entries(numbers: Iterable[int]) -> list[Entry]:
-    """The image entry and the text entry of each sample."""
-    return [entry for number in numbers for entry in (image_entry(number), text_entry(number))]
-
-
 def write_photo(path: Path, seed: int) -> None:
-    """Write a photo of 64x64 pixels with a caption, replacing an existing one."""
-    values = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    Image.fromarray(values).save(temporary, "PNG")
-    temporary.replace(path)
-    path.with_suffix(".txt").write_text(f"photo {seed}")
+    """Write a photo of 64x64 pixels with a caption."""
+    photo_files.write_photo(path, seed, (64, 64)).with_suffix(".txt").write_text(f"photo {seed}")
 
 
 def config_of(cache: Path, name: str, photos: Path) -> Config:
-    """A config that precaches photos and one prompt with the tiny SDXL."""
-    dataset = {
-        "name": name,
-        "source": {"path": photos},
-        "buckets": {"area": 64 * 64, "step": 32},
-        "images": {"min_side": 8},
-    }
-    settings = {
-        "cache": {"path": cache},
-        "datasets": [dataset],
-        "model": {"path": "tiny"},
-        "encode": {"device": "cpu", "num_workers": 1},
-        "validation": {"prompts": ["a prompt"]},
-    }
-    return parse_config(settings)
+    """A config that precaches photos and a prompt with the tiny SDXL."""
+    settings = {"cache.path": cache, "encode.num_workers": 1}
+    dataset = {"name": name, "source": {"path": photos}, "buckets": {"area": 64 * 64, "step": 32}}
+    return config_of_dataset(cache.parent, settings, **dataset)
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
@@ -170,11 +132,6 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
     It is independent of the store's digests, so that a fault in those shows.
     """
-    parts = []
-    for name, value in sorted(values.items()):
-        if isinstance(value, torch.Tensor):
-            data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            parts.append(f"{name} {value.dtype} {tuple(value.shape)} {digest(data)}")
-        else:
-            parts.append(f"{name} {value!r}")
-    return digest("\n".join(parts).encode())
+    tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    others = sorted((name, repr(value)) for name, value in values.items() if name not in tensors)
+    return digest(safetensors.torch.save(tensors) + repr(others).encode())

@@ -10,7 +10,7 @@ import torch
 
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
-from latentcache.dataset.row_table import Ref, Row
+from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.families import DEFAULT, FamilyName, family_named
 from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of
@@ -110,10 +110,10 @@ def fill(
         prompts[sample_id] = Row(sample_id, sample_id, None, (), (Ref.of_text("a cat", entry.record.key),))
         entries.append(entry)
     store.add(entries)
-    manifest = Manifest(name, "train", 1, common, rows)
+    manifest = Manifest(name, "train", 1, common, RowTable.of(rows))
     manifests.write(manifest)
     without_images = {key: value for key, value in common.items() if key not in ("image_encoding", "scaling")}
-    manifests.write(Manifest(prompts_name(common), "prompts", 1, without_images, prompts))
+    manifests.write(Manifest(prompts_name(common), "prompts", 1, without_images, RowTable.of(prompts)))
     return manifest
 
 
