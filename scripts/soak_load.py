@@ -4,19 +4,15 @@
     python scripts/soak_load.py --part mixed --n 600
     python scripts/soak_load.py --tiny
 
-writers  8 processes add the same --n keys to a store, each in a different order. A process encodes the keys it could
-         claim and retries the others. Then 8 concurrent runs of `precache` over one dataset of a fifth of the size
+writers  8 runs of `precache` at once over one dataset of --n images
 mixed    two trainers, a precacher, `verify`, `prune` and `compact` on one cache, for --n seconds. First a trainer runs
          alone; its rate and the digest of each batch are the reference for the two. A training step sleeps, as the host
          does while a device works. The precacher changes, adds and removes images of a second dataset, encodes them and
-         reads everything back. The commands run in a loop. A StoreBusyError is retried; any other error is a failure
+         reads everything back. Each runs in a loop. A StoreBusyError is retried; any other error is a failure
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import multiprocessing
 import random
 import sys
@@ -29,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soaking import Goal, Soak, config_of, digest_of, image_entry, run_soak, write_photo
+from soaking import Goal, Soak, config_of, digest_of, run_soak, write_photo
 
 from latentcache import (
     BucketBatchSampler,
@@ -40,20 +36,17 @@ from latentcache import (
     LoadedModels,
     run_precache,
 )
-from latentcache.cli.app import main as command_line
+from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
 from latentcache.errors import StoreBusyError
 from latentcache.models.tiny import tiny_parts
 from latentcache.store.pack import read_row
-from latentcache.store.upkeep import verify
+from latentcache.store.upkeep import compact, prune, verify
 
 NUM_PROCESSES = 8
 START_S = 2.0
 """All processes start working after this many seconds."""
-CHUNK = 8
-ENCODE_S = 0.002
-"""Simulated time to encode an entry."""
 MAX_ENCODES = 1.05
-"""Upper bound for encodes per key."""
+"""Upper bound for encodes per image."""
 NUM_PHOTOS, NUM_CHANGING = 96, 40
 NUM_EPOCHS = 3
 """Distinct epochs. They repeat, so that every batch has a reference digest."""
@@ -62,13 +55,13 @@ STEP_S = 0.1
 MIN_RATE, MIN_RATE_S = 0.95, 120
 """Lowest accepted rate of a trainer relative to running alone, and the shortest run for which it is checked."""
 PAUSE_S = 0.5
-"""Pause between runs of a command. It is four times as long for precache, which blocks the others."""
+"""Pause between runs. It is four times as long for precache, which blocks the others."""
 
 
 def together(goal: Goal, jobs: Sequence[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
     """Run each job in its own process. Returns their results; an exception or a dead process is a failure."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["latentcache.precache.run", "latentcache.cli.app", "latentcache.models.tiny"])
+    context.set_forkserver_preload(["latentcache.precache.run", "latentcache.models.tiny"])
     found = []
     with ProcessPoolExecutor(len(jobs), context, torch.set_num_threads, (1,)) as pool:
         for number, future in enumerate([pool.submit(job) for job in jobs]):
@@ -78,27 +71,6 @@ def together(goal: Goal, jobs: Sequence[Callable[[], dict[str, Any]]]) -> list[d
 
 
 # Writers --------------------------------------------------------------------------------------------------------------
-
-
-def add_all(cache: Path, numbers: Sequence[int], start: float) -> dict[str, Any]:
-    """Add the entries of these numbers in this order, encoding only those that this process claims."""
-    num_encoded = 0
-    with DiskStore(cache) as store, store.writer() as writer:
-        time.sleep(max(0.0, start - time.time()))
-        left = {image_entry(number).record.key: number for number in numbers}
-        while left:
-            keys = list(left)
-            for at in range(0, len(keys), CHUNK):
-                chunk = keys[at : at + CHUNK]
-                mine, _ = writer.claim(chunk)
-                for key in filter(mine.__contains__, chunk):
-                    time.sleep(ENCODE_S)
-                    num_encoded += 1
-                    writer.add(image_entry(left[key]))
-            writer.seal()
-            there = store.find(left)
-            left = {key: number for key, number in left.items() if key not in there}
-    return {"num_encoded": num_encoded}
 
 
 def precache_all(folder: Path, start: float) -> dict[str, Any]:
@@ -111,36 +83,25 @@ def precache_all(folder: Path, start: float) -> dict[str, Any]:
     return {"num_encoded": sum(sizes)}
 
 
-def write_at_once(goal: Goal, cache: Path, num_keys: int, jobs: Sequence[Callable[[], dict[str, Any]]]) -> None:
-    """Check that jobs leave one payload per key, encode at most 1.05 times per key, and leave no damage."""
-    num_encoded = sum(each["num_encoded"] for each in together(goal, jobs))
+def writers(soak: Soak) -> None:
+    goal = soak.goal(f"{NUM_PROCESSES} runs of precache over one dataset at once: one payload and one encode an image")
+    for number in range(soak.n):
+        write_photo(soak.folder / "train" / f"{number}.png", number)
+    jobs = [partial(precache_all, soak.folder, time.time() + START_S)] * NUM_PROCESSES
+    num_encoded, cache = sum(each["num_encoded"] for each in together(goal, jobs)), soak.folder / "cache"
     rows = [name for path in cache.glob("packs/*/*.safetensors") for name in read_row(path).names()]
     with DiskStore(cache, read_only=True) as store:
-        found = [key for key in store.keys() if store.record(key).kind == "image"]
-    goal.figures |= {"encodes a key": round(num_encoded / num_keys, 3), "payloads a key": len(rows) / len(set(rows))}
-    with goal.case("all keys are there"):
-        goal.n += num_keys - 1
-        assert len(found) == num_keys, f"{len(found)} entries are there, {num_keys} were wanted"
+        num_found = sum(store.record(key).kind == "image" for key in store.keys())
+    goal.figures |= {"encodes an image": round(num_encoded / soak.n, 3), "payloads a key": len(rows) / len(set(rows))}
+    with goal.case("all images are there"):
+        goal.n += soak.n - 1
+        assert num_found == soak.n, f"{num_found} images are there, {soak.n} were wanted"
     with goal.case("one payload a key"):
         assert len(rows) == len(set(rows)), f"{len(rows)} payloads of {len(set(rows))} keys were written"
-    with goal.case("one encode a key"):
-        assert num_encoded <= MAX_ENCODES * num_keys, f"{num_encoded} encodes for {num_keys} keys"
+    with goal.case("one encode an image"):
+        assert num_encoded <= MAX_ENCODES * soak.n, f"{num_encoded} encodes of {soak.n} images"
     with goal.case("no damage"):
-        assert verify(cache).ok, "verify finds damage"
-
-
-def writers(soak: Soak) -> None:
-    goal = soak.goal(f"{NUM_PROCESSES} processes add the same keys in other orders: one payload and one encode a key")
-    cache, start = soak.folder / "added", time.time() + START_S
-    orders = [soak.random.sample(range(soak.n), soak.n) for _ in range(NUM_PROCESSES)]
-    write_at_once(goal, cache, soak.n, [partial(add_all, cache, order, start) for order in orders])
-
-    goal = soak.goal(f"{NUM_PROCESSES} runs of precache over one dataset at once: one payload and one encode an image")
-    num_photos = max(NUM_PROCESSES, soak.n // 5)
-    for number in range(num_photos):
-        write_photo(soak.folder / "train" / f"{number}.png", number)
-    job = partial(precache_all, soak.folder, time.time() + START_S)
-    write_at_once(goal, soak.folder / "cache", num_photos, [job] * NUM_PROCESSES)
+        find_no_damage(cache)
 
 
 # Everything at once ---------------------------------------------------------------------------------------------------
@@ -174,38 +135,34 @@ def train(cache: Path, seed: int, until: float, expected: dict[str, str] | None 
     return {"who": "trainer", "num_runs": num_steps, "rate": rate, "batches": found}
 
 
-def precache_again(folder: Path, seed: int, until: float) -> dict[str, Any]:
-    dice, counts = random.Random(seed), Counter[str]()
+def precache_changes(folder: Path, dice: random.Random) -> None:
+    """Change, add and remove images of a dataset, precache it, and read everything back."""
     config = config_of(folder / "cache", "changing", folder / "changing")
+    for _ in range(4):
+        write_photo(folder / "changing" / f"{dice.randrange(NUM_CHANGING)}.png", dice.randrange(1 << 30))
+    (folder / "changing" / f"{dice.randrange(NUM_CHANGING)}.png").unlink(missing_ok=True)
+    report = run_precache(config)
+    assert not report.refused, report.refused[0]
+    with LatentCache(config.cache.path, manifest="changing") as cache:
+        for sample_id in cache.sample_ids():
+            cache.batch([sample_id], device="cpu")
+
+
+def find_no_damage(cache: Path) -> None:
+    assert verify(cache).ok, "verify finds damage"
+
+
+def repeat(who: str, work: Callable[[], object], until: float, pause_s: float = PAUSE_S) -> dict[str, Any]:
+    """Call it until the given time, and count how often the store was busy."""
+    counts = Counter[str]()
     while time.time() < until:
-        for _ in range(4):
-            write_photo(folder / "changing" / f"{dice.randrange(NUM_CHANGING)}.png", dice.randrange(1 << 30))
-        (folder / "changing" / f"{dice.randrange(NUM_CHANGING)}.png").unlink(missing_ok=True)
         try:
-            report = run_precache(config)
-            assert not report.refused, report.refused[0]
-            with LatentCache(config.cache.path, manifest="changing") as cache:
-                for sample_id in cache.sample_ids():
-                    cache.batch([sample_id], device="cpu")
+            work()
             counts["num_runs"] += 1
         except StoreBusyError:
             counts["num_busy"] += 1
-        time.sleep(4 * PAUSE_S)
-    return {"who": "precache", **counts}
-
-
-def command_again(command: str, cache: Path, until: float) -> dict[str, Any]:
-    """Run a command in a loop through the command line's entry point, without a new process each time."""
-    counts = Counter[str]()
-    while time.time() < until:
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(io.StringIO()):
-            code = command_line([command, str(cache), "--json"])
-        is_busy = code != 0 and json.loads(text.getvalue()).get("type") == "StoreBusyError"
-        assert code == 0 or is_busy, f"exit code {code}: {text.getvalue()[:2000]}"
-        counts["num_busy" if is_busy else "num_runs"] += 1
-        time.sleep(PAUSE_S)
-    return {"who": command, **counts}
+        time.sleep(pause_s)
+    return {"who": who, **counts}
 
 
 def mixed(soak: Soak) -> None:
@@ -219,9 +176,14 @@ def mixed(soak: Soak) -> None:
 
     goal = soak.goal("two trainers, precache, verify, prune, compact at once: no error, batches equal the solo run's")
     until = time.time() + soak.n
-    jobs = [partial(train, cache, seed, until, solo["batches"])] * 2
-    jobs += [partial(precache_again, soak.folder, seed, until)]
-    jobs += [partial(command_again, command, cache, until) for command in ("verify", "prune", "compact")]
+    keep = partial(keys_in_use, ManifestFolder(cache / "manifests"))
+    jobs = [
+        *[partial(train, cache, seed, until, solo["batches"])] * 2,
+        partial(repeat, "precache", partial(precache_changes, soak.folder, soak.random), until, 4 * PAUSE_S),
+        partial(repeat, "verify", partial(find_no_damage, cache), until),
+        partial(repeat, "prune", partial(prune, cache, keep), until),
+        partial(repeat, "compact", partial(compact, cache), until),
+    ]
     results = together(goal, jobs)
     goal.figures["seconds"] = soak.n
     for result in results:
