@@ -18,15 +18,14 @@ STAMP = "latentcache-installed"
 class Environment:
     """A virtual environment in the project's root: its folder, its constraints file and the extras to install.
 
-    `data` is a package that is installed without its dependencies, only for its files. `wider` is an environment in
-    the same folder that includes this one. `interpreter` is the Python to create it with, if not the running one.
+    `data` is a package that is installed without its dependencies, only for its files. `interpreter` is the Python to
+    create it with, if not the running one.
     """
 
     name: str
     constraints: str
     extras: str = ""
     data: str = ""
-    wider: Environment | None = None
     interpreter: str = ""
 
     @property
@@ -51,8 +50,8 @@ class Environment:
 
 
 DEFAULT = Environment(".venv", "constraints.txt", "encode,test,docs,remote,ray,peers")
-QUICKSTART = Environment(".venv", "constraints.txt", "encode,lora", data="scikit-image", wider=DEFAULT)
-"""The quickstart's packages. scripts/test.py adds the rest."""
+QUICKSTART = Environment(".venv", "constraints.txt", "encode,lora", data="scikit-image")
+"""The quickstart's packages, in the same folder. scripts/test.py adds the rest of DEFAULT."""
 
 
 def install(made: Environment = DEFAULT) -> None:
@@ -61,29 +60,19 @@ def install(made: Environment = DEFAULT) -> None:
         needed = "the pinned releases need Python 3.11 or newer (latentcache itself runs on 3.10)"
         sys.exit(f"{needed}, but this is {sys.version.split()[0]}")
     ours = made.path / "made-by-latentcache"
-    if made.stamped() in {each.stamp() for each in (made, made.wider) if each is not None}:
+    if made.stamped() in (made.stamp(), DEFAULT.stamp()):
         return
     if made.path.exists() and not ours.exists():
         sys.exit(f"{made.path} was not created by this script: move it away, or install the project with its own pip")
     cost = "5 to 10 minutes and at least 1.4 GB the first time"
     print(f"installing into {made.name} ({cost}) ...", file=sys.stderr, flush=True)
-    if not has_quickstart_only(made):
-        make(made)
+    if made.stamped() != QUICKSTART.stamp():
+        subprocess.run([made.interpreter or sys.executable, "-m", "venv", "--clear", str(made.path)], check=True)
     ours.touch()
     pip_install(made, "-e", f".[{made.extras}]" if made.extras else ".")
     if made.data:  # last, because later pip runs would report its missing dependencies as errors
         pip_install(made, "--no-deps", made.data)
     (made.path / STAMP).write_text(made.stamp(), encoding="utf-8")
-
-
-def make(made: Environment) -> None:
-    """Create the environment with pip alone, replacing an existing one."""
-    subprocess.run([made.interpreter or sys.executable, "-m", "venv", "--clear", str(made.path)], check=True)
-
-
-def has_quickstart_only(made: Environment) -> bool:
-    """Whether only the quickstart's packages are installed so far."""
-    return made == DEFAULT and made.stamped() == QUICKSTART.stamp()
 
 
 def pip_install(made: Environment, *what: str) -> None:
@@ -97,7 +86,7 @@ def pip_install(made: Environment, *what: str) -> None:
 def inside(made: Environment = DEFAULT) -> None:
     """Return if we run inside the environment; else create it, run this script again in it and exit with its code."""
     is_inside = Path(sys.prefix).resolve() == made.path.resolve()
-    if is_inside and not has_quickstart_only(made):
+    if is_inside and made.stamped() != QUICKSTART.stamp():
         return
     try:
         install(made)

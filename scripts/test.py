@@ -28,29 +28,49 @@ NUM_WORKERS = str(min(4, os.cpu_count() or 1))
 MEMORY = Path("/dev/shm")
 """Linux's in-memory file system. The suite fsyncs thousands of small files; on a disk that takes half of its time."""
 MEMORY_BYTES = 2 << 30
-LANES = (
-    *("default", "sim", "bench", "soak", "families", "service", "remote", "page", "core", "wheel", "windows", "cuda"),
-    *("floor", "deepspeed", "onetrainer-pins"),
-)
-WINDOWS_TESTS = (
-    *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
-    *("tests/loading/test_loader.py", "tests/checkpoints/test_checkpoint.py"),
-    *("tests/transfers/test_transfers.py", "tests/service/test_routes.py"),
-)
 NOT_ON_WINDOWS = "not (takes_the_place_of_a_damaged_file or pack_that_lies or full_disk or replaced_while_it_is_read)"
 """Tests that cannot pass on Windows. A mapped file cannot be replaced, so a damaged or refused pack stays until the
 server restarts, and a manifest cannot be replaced while it is sent. The full disk is simulated by patching `os.write`,
 which the Windows rules patch as well."""
-OPT_IN = ("floor", "deepspeed", "onetrainer-pins")
-IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
-PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test")
-CORE = bootstrap.Environment(".venv-core", "constraints-core.txt")
-FLOOR = bootstrap.Environment(".venv-floor", "constraints-floor.txt", interpreter="python3.10")
-PINS_TESTS = (
-    *("tests/integrations", "tests/models", "tests/families"),
+ON_WINDOWS = (
+    *("-p", "helpers.windows_rules", "-m", "not (bench or soak or remote)", "-k", NOT_ON_WINDOWS),
+    *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
+    *("tests/loading/test_loader.py", "tests/checkpoints/test_checkpoint.py"),
+    *("tests/transfers/test_transfers.py", "tests/service/test_routes.py"),
+)
+WITH_PINS = (
+    *("-p", "helpers.missing_classes", "tests/integrations", "tests/models", "tests/families"),
     *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
 )
 PROGRAMS = "tests/test_programs.py"
+ONE = ("-m", "pytest")
+SHARED = (*ONE, "-n", NUM_WORKERS, "--dist", "worksteal")
+LANES = {
+    "default": SHARED,
+    "sim": (*SHARED, "-m", "sim and not cuda", "tests/sim"),
+    "bench": (*SHARED, "-m", "bench", PROGRAMS),
+    "soak": (*ONE, "-n", "2", "--dist", "worksteal", "-m", "soak", PROGRAMS),
+    "families": (*SHARED, "-m", "families and not cuda", "tests"),
+    "service": (*SHARED, "-m", "service", "tests/service", "tests/remote", "tests/contract"),
+    "remote": (*SHARED, "-m", "remote", "tests"),
+    "page": (*SHARED, "-m", "page", "tests/service", PROGRAMS),
+    "core": ("tests/golden/read_with_core.py",),
+    "wheel": ("tests/wheel/use_wheel.py",),
+    "windows": (*SHARED, *ON_WINDOWS),
+    "cuda": (*ONE, "-m", "sim and cuda", "tests/sim"),
+    "floor": ("tests/golden/read_with_core.py",),
+    "deepspeed": (*ONE, "-m", "deepspeed", "tests/zero3"),
+    "onetrainer-pins": (*SHARED, *WITH_PINS),
+}
+"""What Python runs in each lane."""
+OPT_IN = ("floor", "deepspeed", "onetrainer-pins")
+IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
+ENVIRONMENTS = {
+    "core": bootstrap.Environment(".venv-core", "constraints-core.txt"),
+    "floor": bootstrap.Environment(".venv-floor", "constraints-floor.txt", interpreter="python3.10"),
+    "onetrainer-pins": bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test"),
+}
+"""The environments of lanes that do not use .venv."""
 CHROMIUM = Path("/usr/bin/chromium")
 CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
@@ -58,15 +78,6 @@ CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 def run(*command: str) -> int:
     """Run a command in the project's root. Returns its exit code."""
     return subprocess.run(command, cwd=bootstrap.ROOT, check=False).returncode
-
-
-def lane(name: str, *arguments: str, python: str = sys.executable, program: Sequence[str] = ("-m", "pytest")) -> bool:
-    """Run a lane's tests. Returns whether they passed; a lane without tests fails."""
-    print(f"lane {name}", flush=True)
-    start = time.monotonic()
-    passed = run(python, *program, *arguments) == 0
-    print(f"lane {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
-    return passed
 
 
 @contextmanager
@@ -110,19 +121,19 @@ def installed(environment: bootstrap.Environment) -> bool:
     return True
 
 
-def lane_elsewhere(name: str, *arguments: str) -> bool:
-    """Run a lane that has its own environment or another system's rules. Returns whether it passed."""
-    if name in ("core", "floor"):  # without pytest
-        made = CORE if name == "core" else FLOOR
-        return installed(made) and lane(name, python=str(made.python), program=["tests/golden/read_with_core.py"])
-    if name == "wheel":
-        return lane(name, program=["tests/wheel/use_wheel.py"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])):
-        if name == "windows":
-            options = ("-p", "helpers.windows_rules", "-m", "not (bench or soak or remote)", "-k", NOT_ON_WINDOWS)
-            return lane(name, *options, *arguments, *WINDOWS_TESTS)
-        pinned = ("-p", "helpers.missing_classes", *arguments, *PINS_TESTS)
-        return installed(PINS) and lane(name, *pinned, python=str(PINS.python))
+def run_lane(name: str, *for_pytest: str) -> bool:
+    """Run the tests of a lane. Returns whether they passed; a lane without tests fails."""
+    print(f"lane {name}", flush=True)
+    start, program, made = time.monotonic(), LANES[name], ENVIRONMENTS.get(name)
+    if name == "page":
+        install_chromium()
+    is_ready = install_deepspeed() if name == "deepspeed" else made is None or installed(made)
+    variables = {"PYTHONPATH": os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])} if "-p" in program else {}
+    with patch.dict(os.environ, variables), temporary_files_in_memory() if name in IN_MEMORY else nullcontext():
+        python = sys.executable if made is None else str(made.python)
+        passed = is_ready and run(python, *program, *(for_pytest if "pytest" in program else ())) == 0
+    print(f"lane {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+    return passed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,41 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("lane cuda: skipped, this machine has no CUDA device", flush=True)
             chosen.remove("cuda")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    passed = {}
-    for name in chosen:
-        with temporary_files_in_memory() if name in IN_MEMORY else nullcontext():
-            passed[name] = run_lane(name, for_pytest if known.lane or name == "default" else ())
+    passed = {name: run_lane(name, *(for_pytest if known.lane or name == "default" else ())) for name in chosen}
     failed = [name for name, ok in passed.items() if not ok]
     print(f"lanes: {', '.join(passed)}; {'failed: ' + ', '.join(failed) if failed else 'all passed'}", flush=True)
     return 1 if failed else 0
-
-
-def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
-    """Run the tests of a lane. Returns whether they passed."""
-    shared = ("-n", NUM_WORKERS, "--dist", "worksteal")
-    match name:
-        case "default":
-            return lane(name, *shared, *for_pytest)
-        case "sim" | "families":
-            where = "tests/sim" if name == "sim" else "tests"
-            return lane(name, *shared, "-m", f"{name} and not cuda", where, *for_pytest)
-        case "bench":
-            return lane(name, *shared, "-m", "bench", PROGRAMS, *for_pytest)
-        case "soak":
-            return lane(name, "-n", "2", "--dist", "worksteal", "-m", "soak", PROGRAMS, *for_pytest)
-        case "service":
-            return lane(name, *shared, "-m", "service", "tests/service", "tests/remote", "tests/contract", *for_pytest)
-        case "remote":
-            return lane(name, *shared, "-m", "remote", "tests", *for_pytest)
-        case "page":
-            install_chromium()
-            return lane(name, *shared, "-m", "page", "tests/service", PROGRAMS, *for_pytest)
-        case "cuda":
-            return lane(name, "-m", "sim and cuda", "tests/sim", *for_pytest)
-        case "deepspeed":
-            return install_deepspeed() and lane(name, "-m", "deepspeed", "tests/zero3", *for_pytest)
-        case _:
-            return lane_elsewhere(name, *shared, *for_pytest)
 
 
 if __name__ == "__main__":
