@@ -10,21 +10,21 @@ and copy what you need. While it trains, neither the VAE nor a text encoder is o
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
 import os
 import sys
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from cyclopts import App, Parameter
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from tqdm import tqdm
@@ -63,35 +63,40 @@ FUSED = ("cpu", "cuda", "mps", "xpu")
 """Device types with fused optimizer kernels in torch."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-SWITCHES = {
-    "resume": "continue from the checkpoint in --out",
-    "encode": "before training, encode entries that are missing or damaged; loads the VAE and text encoders for that",
-    "gradient_checkpointing": "recompute activations in the backward pass: less memory, slower; for cards below 24 GB",
-}
+Switch = Annotated[bool, Parameter(negative="")]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The flags. `validate_every` and `checkpoint_every` are numbers of steps; 0 means only at the end.
-
-    `denoiser` is a file, folder or hub id that replaces the model's own denoiser. Choices made each time a sample is
-    read (captions, flips, dropout) are in the config's `train` section.
-    """
+    """The flags. Choices made each time a sample is read (captions, flips, dropout) are in the config's `train`."""
 
     steps: int = 1000
     rank: int = 8
     learning_rate: float = 1e-4
     batch_size: int = 4
     validate_every: int = 0
+    """Number of steps between validations. 0: only at the end."""
     checkpoint_every: int = 0
+    """Number of steps between checkpoints. 0: only at the end."""
     out: Path = Path("lora")
     denoiser: str = ""
-    resume: bool = False
-    mixed_precision: str = "auto"
-    gradient_checkpointing: bool = False
+    """File, folder or hub id that replaces the model's own denoiser."""
+    resume: Switch = False
+    """Continue from the checkpoint in --out."""
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
+    """auto: bf16 or fp16 on an accelerator, no on the CPU."""
+    gradient_checkpointing: Switch = False
+    """Recompute activations in the backward pass: less memory, slower; for cards below 24 GB."""
     seed: int = 0
     device: str = "auto"
-    encode: bool = False
+    encode: Switch = False
+    """Before training, encode entries that are missing or damaged. Loads the VAE and text encoders for that."""
+
+
+DEFAULTS = Options()
+AllOptions = Annotated[Options, Parameter(name="*")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON document.")]
+app = App(help=__doc__, help_format="plaintext", result_action="return_value")
 
 
 def train(config: Config, options: Options, *, stop: threading.Event | None = None) -> dict[str, Any]:
@@ -346,27 +351,10 @@ def validate(runner: ValidationRunner, step: int) -> dict[str, Any]:
     return report.to_json(runner.paths.folder) | {name: path and str(path) for name, path in pictures.items()}
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
-    """The config's path, the options, and whether to print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    for field in fields(Options):
-        kind: dict[str, Any] = {"type": type(field.default), "help": f"default: {field.default}"}
-        if isinstance(field.default, bool):
-            kind = {"action": "store_true", "help": SWITCHES[field.name]}
-        elif field.name == "mixed_precision":
-            kind = {"choices": ("auto", *DTYPES), "help": "auto: bf16 or fp16 on an accelerator, no on the CPU"}
-        names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-        parser.add_argument(*names, dest=field.name, default=field.default, **kind)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    given = vars(parser.parse_args(arguments))
-    config, as_json = given.pop("config"), given.pop("json")
-    return config, Options(**given), as_json
-
-
-def main() -> int:
+@app.default
+def run(config: Path, /, *, options: AllOptions = DEFAULTS, as_json: AsJson = False) -> int:
+    """Train, print the results, and return the exit code."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    config, options, as_json = parse()
     stop = threading.Event()
     try:
         with stop_on_signals(stop) as caught:
@@ -386,6 +374,10 @@ def main() -> int:
         last_loss = f"{result['losses'][-1]:.4f}" if result["losses"] else "none: no steps were left"
         print(f"step {result['step']}, loss {last_loss}\ncheckpoint {result['checkpoint']}\nLoRA {result['lora']}")
     return 128 + caught[0] if result["interrupted"] else 0
+
+
+def main() -> int:
+    return int(app(sys.argv[1:]) or 0)  # None after --help
 
 
 if __name__ == "__main__":
