@@ -81,18 +81,11 @@ def untrained_loss(config: Config) -> dict[str, Any]:
 
 def read_back(path: Path, name: str) -> list[dict[str, Any]]:
     """Read a cached dataset once in batches, as a training loop does."""
-    from torch.utils.data import DataLoader
+    from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
 
-    from latentcache import BucketBatchSampler, LatentDataset
-
-    dataset = LatentDataset(path, name, flips=True)
-    sampler = BucketBatchSampler(dataset, batch_size=4, seed=1)
-    shown = []
-    for batch in DataLoader(dataset, batch_sampler=sampler):
-        placed = dataset.place(batch, device="cpu", scaled=True)
-        tensors = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
-        shown.append({name: list(placed[name].shape) for name in tensors} | {"sample_id": placed["sample_id"]})
-    return shown
+    sampler = BucketBatchSampler(LatentDataset(path, name, flips=True), batch_size=4, seed=1)
+    with LatentLoader(sampler, device="cpu", scaled=True) as loader:
+        return [{"latents": [*batch["latents"].shape], "sample_id": batch["sample_id"]} for batch in loader]
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -129,32 +122,26 @@ def run(config: Config) -> dict[str, Any]:
 def to_text(document: dict[str, Any]) -> str:
     """The document as text."""
     first, second = document["passes"]
-    photos, encoded = first["num_samples"], first["num_encoded"]
-    lines = [f"precache: {photos} photos, {first['num_hits']} entries found, {encoded} encoded"]
-    edited, reasons = document["edited"], ", ".join(second["misses_by_reason"])
-    lines.append(f"edited the caption of {edited['photo']}: {edited['caption']!r}")
-    lines.append(f"precache: {second['num_hits']} entries found, {second['num_encoded']} encoded ({reasons})")
-    batch = document["batches"][0]
-    lines.append(f"read back: {len(document['batches'])} batches, the first with latents {batch['latents']}")
-    training, untrained, trained = document["training"], document["untrained"], document["validations"][-1]
-    lines.append(f"trained a LoRA for {training['step']} steps on {training['device']}, without VAE and text encoders")
-    before, after = untrained["loss_by_sample"]["held-out"], trained["loss_by_sample"]["held-out"]
-    lower, num = sum(after[name] < before[name] for name in before), len(before)
-    change = 100 * (trained["loss"] / untrained["loss"] - 1)
-    lines += [
-        f"validation loss, untrained {untrained['loss']:.4f}, trained {trained['loss']:.4f}: {change:+.1f} %",
-        f"  It is lower for {lower} of {num} photos that were not trained on. Noise and timesteps are equal, so the",
-        "  difference is due to the training. If the loss had risen, the LoRA would only know its own photos.",
-    ]
-    lines += [f"{name}: {path}" for name, path in document["files"].items() if path]
+    edited, batches, training = document["edited"], document["batches"], document["training"]
+    untrained, trained = document["untrained"], document["validations"][-1]
+    before, after = (each["loss_by_sample"]["held-out"] for each in (untrained, trained))
+    lower, change = sum(after[name] < before[name] for name in before), 100 * (trained["loss"] / untrained["loss"] - 1)
     command = Path(sys.executable).with_name("latentcache")
     shown = command.relative_to(bootstrap.ROOT) if command.is_relative_to(bootstrap.ROOT) else command
-    lines += [
-        "next, with photos of your own:",
-        f"  {shown} init ~/photos                   # reports what it finds and writes photos.yaml",
-        f"  {shown} precache photos.yaml --dry-run  # what would be encoded, and its size in bytes",
-    ]
-    return "\n".join(lines)
+    files = "\n".join(f"{name}: {path}" for name, path in document["files"].items() if path)
+    return f"""\
+precache: {first["num_samples"]} photos, {first["num_hits"]} entries found, {first["num_encoded"]} encoded
+edited the caption of {edited["photo"]}: {edited["caption"]!r}
+precache: {second["num_hits"]} entries found, {second["num_encoded"]} encoded ({", ".join(second["misses_by_reason"])})
+read back: {len(batches)} batches, the first with latents {batches[0]["latents"]}
+trained a LoRA for {training["step"]} steps on {training["device"]}, without VAE and text encoders
+validation loss, untrained {untrained["loss"]:.4f}, trained {trained["loss"]:.4f}: {change:+.1f} %
+  It is lower for {lower} of {len(before)} photos that were not trained on. Noise and timesteps are equal, so the
+  difference is due to the training. If the loss had risen, the LoRA would only know its own photos.
+{files}
+next, with photos of your own:
+  {shown} init ~/photos                   # reports what it finds and writes photos.yaml
+  {shown} precache photos.yaml --dry-run  # what would be encoded, and its size in bytes"""
 
 
 def main() -> int:

@@ -46,7 +46,6 @@ from latentcache import (
     save_checkpoint,
 )
 from latentcache.integrations.diffusers import (
-    Family,
     NoiseSchedule,
     check_controls,
     check_fits,
@@ -177,7 +176,7 @@ class Training:
 
         # The family knows the denoiser's inputs and which layers get a LoRA. The denoiser is frozen in the compute
         # dtype; the LoRA is trained in float32.
-        self.family = family_of(self.dataset, self.cache)
+        self.family = self.dataset.facts.family
         check_controls(self.family, self.cache, [dataset.name for dataset in config.datasets], config)
         torch.manual_seed(options.seed)
         self.denoiser = load_denoiser(
@@ -307,15 +306,6 @@ def training_set(config: Config, cache: LatentCache) -> LatentDataset:
     if not len(found):
         raise errors.StoreError(f"{cache.path}: all samples were refused; `latentcache precache CONFIG` says why")
     return found
-
-
-def family_of(dataset: LatentDataset, cache: LatentCache) -> Family:
-    """The model family that the training sets were encoded for."""
-    families = {cache.manifest(name).family for name in dataset.names}
-    if len(families) > 1:
-        names = ", ".join(sorted(each.name for each in families))
-        raise errors.ConfigError(f"the training sets belong to several families, {names}: use one")
-    return families.pop()
 
 
 def check_writable(folder: Path) -> None:
