@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 /* The order is that of OPERATIONS in file_operations.py. */
-enum { OPEN, CREATE, READ, WRITE, SYNC, RENAME, UNLINK, MKDIR, RMDIR, TRUNCATE, LOCK, LIST, STAT, MARK };
+enum { OPEN, CREATE, READ, WRITE, SYNC, RENAME, UNLINK, MKDIR, RMDIR, TRUNCATE, LOCK, LIST, STAT };
 
 #define MAX_FDS 4096
 #define MAX_PATH 4096
@@ -142,13 +142,6 @@ static void done(int operation, const char *path, const char *path_2, ino_t ino,
         put(data[i].iov_base, part);
         length -= part;
     }
-}
-
-void fo_mark(const char *text) {
-    struct iovec data = {(void *)text, strlen(text)};
-    pthread_mutex_lock(&order_lock);
-    done(MARK, root, NULL, 0, 0, &data, 1, data.iov_len);
-    pthread_mutex_unlock(&order_lock);
 }
 
 /* Opening */

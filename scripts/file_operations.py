@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,14 +25,14 @@ LIBRARY = "latentcache_file_operations.so"
 
 OPERATIONS = (
     *("open", "create", "read", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate"),
-    *("lock", "list", "stat", "mark"),
+    *("lock", "list", "stat"),
 )
 KILL = 0
 """In place of an error: SIGKILL for this process."""
 REFUSALS: dict[int, tuple[str, ...]] = {
     KILL: ("create", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate"),
     errno.ENOSPC: ("create", "write", "sync", "rename", "mkdir", "truncate"),
-    errno.EIO: OPERATIONS[:-1],
+    errno.EIO: OPERATIONS,
     errno.EACCES: ("open", "create", "rename", "unlink", "mkdir", "rmdir", "list", "stat"),
     errno.EMFILE: ("open", "create", "list"),
 }
@@ -43,7 +43,7 @@ NEVER = 1 << 60
 class Change(NamedTuple):
     """A recorded operation. Paths are relative to the root; `offset` is the length for a truncation.
 
-    An inode number `ino` may be reused once the file is removed. A `mark` has its words in `data`.
+    An inode number `ino` may be reused once the file is removed.
     """
 
     operation: str
@@ -89,10 +89,6 @@ class FileOperations:
         finally:
             self.num_seen = self._library.fo_num_seen()
             self._library.fo_fail(ctypes.c_long(0), 0, 0, 0)
-
-    def mark(self, words: Iterable[str]) -> None:
-        """Record words between the changes."""
-        self._library.fo_mark(" ".join(words).encode())
 
     @contextmanager
     def recording(self) -> Iterator[list[Change]]:

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from file_operations import KILL, NEVER, REFUSALS, Change, FileOperations, preloaded
@@ -72,24 +72,17 @@ SECTOR_BYTES = 512
 RERUN_CUTS_EVERY, RERUN_FAULTS_EVERY = 4, 10
 CASE_S = 120
 
-Note = Callable[[Sequence[str]], object]
-"""Called with the keys of each pack once it is durable."""
-
-
-def nothing_noted(keys: Sequence[str]) -> None:
-    """A Note that ignores everything."""
+NOTES = "notes.txt"
+"""File in the cache with the keys of each pack that is durable, written once its seal is acknowledged."""
 
 
 class NotingStore(DiskStore):
-    """A DiskStore that notes each pack it seals."""
-
-    def __init__(self, path: Path, note: Note):
-        super().__init__(path)
-        self._note = note
+    """A DiskStore that notes each pack it seals. A note that fails is not an acknowledgement."""
 
     def seal(self, entries: Any) -> Any:
         sealed = super().seal(entries)
-        self._note([entry.key for entry in entries])
+        with suppress(OSError), (self.path / NOTES).open("a") as file:
+            file.write("".join(f"{entry.key}\n" for entry in entries))
         return sealed
 
 
@@ -103,9 +96,9 @@ class Precache:
             for number in range(num):
                 write_photo(folder / role / f"{number}.png", number)
 
-    def run(self, cache: Path, note: Note = nothing_noted, *, role: str = "all") -> None:
+    def run(self, cache: Path, *, role: str = "all") -> None:
         """Encode missing entries of the first NUM_PHOTOS photos (role `first`) or of all (`all`)."""
-        store, config = NotingStore(cache, note), config_of(cache, "photos", self.folder / role)
+        store, config = NotingStore(cache), config_of(cache, "photos", self.folder / role)
         with Workspace(store, ManifestFolder(cache / "manifests"), Memo(cache / "memo"), cache) as workspace:
             run_precache(config, models=self.models, workspace=workspace)
 
@@ -113,9 +106,9 @@ class Precache:
 # The operations ------------------------------------------------------------------------------------------------------
 
 
-def _add(cache: Path, note: Note = nothing_noted, lengths: Sequence[int] = LENGTHS) -> None:
+def _add(cache: Path, lengths: Sequence[int] = LENGTHS) -> None:
     """Add packs of PACK_ENTRIES entries and a manifest of samples whose captions have these numbers of rows."""
-    with NotingStore(cache, note) as store:
+    with NotingStore(cache) as store:
         fill(store, ManifestFolder(cache / "manifests"), "chroma", lengths, name="train")
 
 
@@ -146,17 +139,17 @@ def _add_and_die(cache: Path) -> None:
     (cache / "index").rename(cache / "index.removed-12345678")
 
 
-def _import(cache: Path, note: Note) -> None:
+def _import(cache: Path) -> None:
     foreign = Foreign(pairs(*(f"{number}.png" for number in range(len(LENGTHS)))), format="kohya")
-    with Workspace(NotingStore(cache, note), ManifestFolder(cache / "manifests"), path=cache) as workspace:
+    with Workspace(NotingStore(cache), ManifestFolder(cache / "manifests"), path=cache) as workspace:
         import_cache(foreign, workspace, name="imported", scale_check=False)
 
 
-def _prune(cache: Path, note: Note) -> None:
+def _prune(cache: Path) -> None:
     prune(cache, partial(keys_in_use, ManifestFolder(cache / "manifests")))
 
 
-def _read(cache: Path, note: Note) -> None:
+def _read(cache: Path) -> None:
     """Read as a trainer does. AssertionError if a batch differs from what was stored."""
     with LatentCache(cache) as opened:
         for number in map(int, opened.sample_ids()):
@@ -166,26 +159,22 @@ def _read(cache: Path, note: Note) -> None:
             assert torch.equal(embeds[: len(text)], text) and not embeds[len(text) :].any(), f"text {number} is wrong"
 
 
-class Operation(NamedTuple):
-    """`prepare` creates a cache and `run` performs the operation on it. `run` may be called repeatedly."""
+def operations(precache: Precache) -> dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]]:
+    """All operations by name: what prepares a cache, and the operation on it, which may be repeated.
 
-    prepare: Callable[[Path], object]
-    run: Callable[[Path, Note], object]
-
-
-def operations(precache: Precache) -> dict[str, Operation]:
-    """All operations by name. Sets the pack size of this process."""
+    Sets the pack size of this process.
+    """
     writer.PACK_ENTRIES = PACK_ENTRIES
     return {
-        "precache": Operation(partial(precache.run, role="first"), precache.run),
-        "add": Operation(partial(_add, lengths=LENGTHS[:2]), _add),
-        "import": Operation(_add, _import),
-        "read": Operation(_add, _read),
-        "verify": Operation(_add_damage, lambda cache, note: verify(cache)),
-        "prune": Operation(_add_orphans, _prune),
-        "compact": Operation(_add_waste, lambda cache, note: compact(cache)),
-        "rebuild": Operation(_add, lambda cache, note: rebuild(cache)),
-        "open": Operation(_add_and_die, lambda cache, note: DiskStore(cache).close()),
+        "precache": (partial(precache.run, role="first"), precache.run),
+        "add": (partial(_add, lengths=LENGTHS[:2]), _add),
+        "import": (_add, _import),
+        "read": (_add, _read),
+        "verify": (_add_damage, verify),
+        "prune": (_add_orphans, _prune),
+        "compact": (_add_waste, compact),
+        "rebuild": (_add, rebuild),
+        "open": (_add_and_die, lambda cache: DiskStore(cache).close()),
     }
 
 
@@ -217,10 +206,10 @@ def state(cache: Path) -> dict[str, Any]:
 class Scene:
     """An operation on a cache in `folder`. Each interruption starts from the same state."""
 
-    def __init__(self, name: str, operation: Operation, folder: Path):
-        self.name, self.operation, self.cache = name, operation, folder / name / "cache"
+    def __init__(self, name: str, prepare: Callable[[Path], object], run: Callable[[Path], object], folder: Path):
+        self.name, self._run, self.cache = name, run, folder / name / "cache"
         self.cache.parent.mkdir(parents=True)
-        operation.prepare(self.cache)
+        prepare(self.cache)
         self._template = self.cache.rename(self.cache.parent / "template")
         self.before = state(self.new())
         self.new()
@@ -232,16 +221,17 @@ class Scene:
         shutil.rmtree(self.cache, ignore_errors=True)
         return Path(shutil.copytree(self._template, self.cache))
 
-    def run(self, note: Note = nothing_noted) -> None:
+    def run(self) -> None:
         """Run the operation on the cache that `new` prepared."""
-        self.operation.run(self.cache, note)
+        self._run(self.cache)
 
-    def check(self, sealed: Collection[str] = ()) -> None:
-        """Check the cache after an interruption. `sealed` are the acknowledged keys."""
+    def check(self) -> None:
+        """Check the cache after an interruption."""
         found = state(self.cache)
         wrong = [key for key, value in found.items() if value not in (self.before.get(key), self.after.get(key))]
         assert not wrong, f"{len(wrong)} entries or manifests are neither old nor new: {wrong[:3]}"
-        lost = (self.before.keys() & self.after.keys() | set(sealed)) - found.keys()
+        durable = self.before.keys() | set((self.cache / NOTES).read_text().split())
+        lost = (durable & self.after.keys()) - found.keys()
         assert not lost, f"{len(lost)} entries or manifests are lost: {sorted(lost)[:3]}"
         left = [name for name in leftovers(self.cache) if not name.startswith("memo")]  # only precache opens the memo
         assert not left, f"opening left {left}"
@@ -266,9 +256,9 @@ def leftovers(cache: Path) -> list[str]:
 
 def scenes(soak: Soak, names: Collection[str] = ()) -> Iterator[Scene]:
     """The named operations, or all, each with its own caches."""
-    for name, operation in operations(Precache(soak.folder / "photos")).items():
+    for name, (prepare, run) in operations(Precache(soak.folder / "photos")).items():
         if not names or name in names:
-            yield Scene(name, operation, soak.folder)
+            yield Scene(name, prepare, run, soak.folder)
 
 
 # Kills ----------------------------------------------------------------------------------------------------------------
@@ -298,25 +288,19 @@ def num_killed(function: Callable[[], object], num_processes: int) -> int:
 
 def kill(soak: Soak) -> None:
     goal = soak.goal("kill -9 before the k-th change: 0 lost, torn, wrong or left over; the rerun equals")
-    noted = soak.folder / "noted"
-
-    def note(keys: Sequence[str]) -> None:
-        with noted.open("a") as file:  # written at once, when it is closed
-            file.write("".join(f"{key}\n" for key in keys))
 
     def killed(scene: Scene, files: FileOperations, moment: int) -> None:
         with files.refusing(moment, KILL):
-            scene.run(note)
+            scene.run()
 
     for scene in scenes(soak):
         files = FileOperations(scene.cache)
         for moment in moments(soak, scene, files, KILL):
             num_processes = 1 + (scene.name == "precache" and goal.n % 2)
             with goal.case(f"{scene.name}: {num_processes} killed at change {moment}"):
-                noted.write_text("")
                 scene.new()
                 goal.count("killed", num_killed(partial(killed, scene, files, moment), num_processes))
-                scene.check(sealed=noted.read_text().split())
+                scene.check()
                 scene.finish()
     assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit a running operation"
 
@@ -378,10 +362,8 @@ class Disk:
         self._by_number[path.stat().st_ino] = file
         return file
 
-    def apply(self, change: Change) -> set[str]:
-        """Apply one recorded change. Returns the keys that it acknowledged."""
-        if change.operation == "mark":
-            return set(change.data.decode().split())
+    def apply(self, change: Change) -> None:
+        """Apply one recorded change."""
         folder, name = self._place(change.path)
         # The name comes first: the inode number of a new folder is not recorded.
         file: Any = folder.names().get(name) or self._by_number.get(change.ino)
@@ -398,14 +380,13 @@ class Disk:
                 else:
                     folder.changes.append({name: None})
                     target.changes.append({new_name: file})
-            case "sync":
-                file.durable, file.changes = file.after(file.changes), []
             case "truncate":
                 file.changes.append((change.offset, None))
             case "write":
                 for at in range(0, len(change.data), SECTOR_BYTES):  # parts that survive independently
                     file.changes.append((change.offset + at, change.data[at : at + SECTOR_BYTES]))
-        return set()
+        if change.operation == "sync" or change.path == NOTES:  # what was acknowledged is not forgotten
+            file.durable, file.changes = file.after(file.changes), []
 
     def _place(self, path: str) -> tuple[File, str]:
         """The folder of a path, and its name there. KeyError if there is no such folder."""
@@ -421,17 +402,17 @@ def power(soak: Soak) -> None:
     for scene in scenes(soak):
         disk, files = Disk(scene.new()), FileOperations(scene.cache)
         with files.recording() as changes:
-            scene.run(files.mark)
-        done, sealed = 0, set[str]()
+            scene.run()
+        done = 0
         for moment in sorted(soak.random.randint(0, len(changes)) for _ in range(soak.n)):
             for change in changes[done:moment]:
-                sealed |= disk.apply(change)
+                disk.apply(change)
             done, ordered = moment, soak.random.random() < 0.5
             dice = random.Random(soak.random.random())
             with goal.case(f"{scene.name}: cut after {moment} of {len(changes)}, {ordered=}"):
                 shutil.rmtree(scene.cache, ignore_errors=True)
                 disk.root.write_out(scene.cache, dice, ordered=ordered)
-                scene.check(sealed=sealed)
+                scene.check()
                 if goal.n % RERUN_CUTS_EVERY == 0:
                     scene.finish()
         soak.say(f"{scene.name}: {len(changes)} changes")
