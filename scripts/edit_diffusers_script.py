@@ -10,13 +10,13 @@ but still requires one: give `--train_data_dir .`.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     """Replace the lines from `first` up to, but not including, `end` with `text`. Both are whole, indented lines."""
 
     first: str
@@ -99,27 +99,24 @@ EDITS = {
 
 def edited(source: str, name: str, cache: str, manifest: str) -> str:
     """The edited text of the script `name`. Raises ValueError, naming the line, if a line is not found once."""
-    lines, place, result = source.splitlines(keepends=True), 0, []
-    bare = [line.rstrip("\r\n") for line in lines]
+    done = ""
     for edit in EDITS[name]:
-        first = find(bare, edit.first, place, name)
-        end = find(bare, edit.end, first, name)
-        text = edit.text.replace("CACHE", repr(cache)).replace("MANIFEST", repr(manifest))
-        result += [*lines[place:first], text]
-        place = end
-    return "".join([*result, *lines[place:]])
+        kept, source = divided(source, edit.first, name)
+        _, source = divided(source, edit.end, name)
+        done += kept + edit.text.replace("CACHE", repr(cache)).replace("MANIFEST", repr(manifest))
+    return done + source
 
 
-def find(lines: list[str], wanted: str, start: int, name: str) -> int:
-    """The index of the line, which must occur exactly once from `start` on."""
-    places = [number for number in range(start, len(lines)) if lines[number] == wanted]
-    if len(places) != 1:
-        met = "no line" if not places else f"{len(places)} lines"
+def divided(source: str, line: str, name: str) -> list[str]:
+    """What precedes a line, which must occur exactly once, and the rest with that line."""
+    parts = re.split(rf"^(?={re.escape(line)}\r?$)", source, flags=re.MULTILINE)
+    if len(parts) != 2:
+        met = f"{len(parts) - 1} lines" if parts[1:] else "no line"
         raise ValueError(
-            f"{name}: {met} from line {start + 1} on read {wanted.strip()!r}, but exactly one must: this release of "
-            "diffusers has another script, so edit it by hand as docs/guide/diffusers.md describes"
+            f"{name}: {met} after the last edit read {line.strip()!r}, but exactly one must: this release of diffusers "
+            "has another script, so edit it by hand as docs/guide/diffusers.md describes"
         )
-    return places[0]
+    return parts
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -288,18 +288,14 @@ def num_killed(function: Callable[[], object], num_processes: int) -> int:
 
 def kill(soak: Soak) -> None:
     goal = soak.goal("kill -9 before the k-th change: 0 lost, torn, wrong or left over; the rerun equals")
-
-    def killed(scene: Scene, files: FileOperations, moment: int) -> None:
-        with files.refusing(moment, KILL):
-            scene.run()
-
     for scene in scenes(soak):
         files = FileOperations(scene.cache)
         for moment in moments(soak, scene, files, KILL):
             num_processes = 1 + (scene.name == "precache" and goal.n % 2)
             with goal.case(f"{scene.name}: {num_processes} killed at change {moment}"):
                 scene.new()
-                goal.count("killed", num_killed(partial(killed, scene, files, moment), num_processes))
+                dying = files.refusing(moment, KILL)(scene.run)  # a context manager is a decorator as well
+                goal.count("killed", num_killed(dying, num_processes))
                 scene.check()
                 scene.finish()
     assert goal.figures["killed"] >= goal.n * 0.9, "most kills must hit a running operation"

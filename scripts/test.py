@@ -147,8 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = known.lane or [name for name in LANES if name not in OPT_IN]
     if not known.lane:
         for check in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
-            code = run(sys.executable, "-m", *check)
-            if code:
+            if code := run(sys.executable, "-m", *check):
                 return code
         if run(sys.executable, "-c", CUDA_IS_HERE) != 0:
             print("lane cuda: skipped, this machine has no CUDA device", flush=True)
