@@ -15,10 +15,10 @@ power   replay the recorded file operations up to one of --n cuts, and drop or r
         created, renamed or removed in a directory since its last fsync, any subset survives in half of the cuts, and a
         prefix in the others, as on a journalling file system. The fsync of a file does not cover its name. This is
         harsher than common file systems
-faults  the k-th file operation fails, for k = 1, 2, 3 ... (at most --n of them, evenly spread): once and from then on,
-        with ENOSPC, EIO, EACCES and EMFILE, for the system calls that can raise each,
-        including those of SQLite, torch and safetensors. A failing write has written its first half. Each case must end
-        in success or in one of latentcache's own errors, and leave no descriptor open
+faults  the k-th file operation fails, for k as above: once and from then on, with ENOSPC, EIO, EACCES and EMFILE, for
+        the system calls that can raise each, including those of SQLite, torch and safetensors. A failing write has
+        written its first half. Each case must end in success or in one of latentcache's own errors, and leave no
+        descriptor open
 """
 
 from __future__ import annotations
