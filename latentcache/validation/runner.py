@@ -160,9 +160,8 @@ class ValidationRunner:
         elif self.config.validation.prompts:
             notes.append("no images: the vae is not among the parts")
         report = ValidationReport(step, loss, images, seconds, placement, tuple(notes), self._filler.num_filled)
-        if rank:
-            return report
-        report, self.paths = publish(report, self.config.validation.path, self._writer)
+        if not rank:
+            report, self.paths = publish(report, self.config.validation.path, self._writer)
         return report
 
     def _samples_images(self) -> bool:
@@ -242,12 +241,11 @@ class ValidationRunner:
         self, embeddings: list[PromptEmbeddings], seconds: dict[str, float], notes: list[str]
     ) -> tuple[SampleImage, ...]:
         denoiser, settings, scheduler = self._denoiser(), self.config.validation, self.parts["scheduler"]
+        options: dict[str, Any] = {"device": self._device(), "family": self.family}
         try:
-            of_pipeline = pipeline_settings(self.config.model, self.family)
+            options["pipeline_settings"] = pipeline_settings(self.config.model, self.family)
         except ModelError as error:  # a trainer's config need not name the model
-            of_pipeline = {}
             notes.append(f"images are made with the defaults of {self.family.pipeline_name}: {error}")
-        options: dict[str, Any] = {"device": self._device(), "family": self.family, "pipeline_settings": of_pipeline}
         with _timed(seconds, "sample"), uncached_autocast(self.phases.device, self._autocast):
             latents = denoise(denoiser, scheduler, embeddings, settings, **options)
         with _timed(seconds, "decode"), self.phases.lend("vae"):
@@ -264,9 +262,11 @@ class ValidationRunner:
 
 
 def validation_sets(cache: LatentCache, config: Config) -> list[str]:
-    """Names of the config's validation sets, or of those in the cache if the config has none."""
+    """Names of the config's validation sets; if it has none, of those in the cache with its datasets' text encoders."""
     own = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
-    return own or [name for name in cache.dataset_names() if cache.manifest(name).role == "validation"]
+    first = [cache.samples(name).facts.texts for name in _cached_datasets(cache, config)[:1]]
+    sets = [name for name in cache.dataset_names() if cache.manifest(name).role == "validation"]
+    return own or [name for name in sets if not first or cache.samples(name).facts.texts in first]
 
 
 def _cached_datasets(cache: LatentCache, config: Config) -> list[str]:

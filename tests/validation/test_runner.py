@@ -113,9 +113,9 @@ def test_the_averaged_weights_are_validated(warm: LatentCache, config: Config) -
 
 
 def test_only_the_validation_sets_of_its_own_config_are_measured(config: Config) -> None:
-    """Though another config's set is in the same cache. A config without a set of its own measures all of them."""
+    """Though another config's set is in the same cache. Without a set of its own it measures those of its encoders."""
     parts, (photos, held_out) = without_encoders(Training(CPU)), config.datasets
-    other = held_out.model_copy(update={"name": "of-another-config"})
+    other, skipped = (held_out.model_copy(update={"name": name}) for name in ("of-another-config", "skipped"))
 
     def with_sets(*sets: DatasetConfig, **validation: Any) -> Config:
         changed = config.validation.model_copy(update=validation)
@@ -132,6 +132,8 @@ def test_only_the_validation_sets_of_its_own_config_are_measured(config: Config)
     with pytest.raises(ConfigError, match="nothing to validate"):
         measured(with_sets(prompts=()))
     run_precache(with_sets(held_out, other))
+    encode = config.encode.model_copy(update={"clip_skip": 1})
+    run_precache(config.model_copy(update={"datasets": (skipped,), "encode": encode}))
     assert measured(with_sets(held_out)) == {"held-out"}
     assert measured(with_sets()) == {"held-out", "of-another-config"}
     assert {*validate(config).report.loss.by_dataset} == {"held-out"}
