@@ -18,9 +18,10 @@ _CLIP_TOKENS = 77
 """CLIP's token limit. The recipes of all other encoders have a `max_length`."""
 
 _Identity = msgspec.defstruct("_Identity", [("encoding", msgspec.Raw, msgspec.Raw(b"{}"))])
-_Record = msgspec.defstruct("_Record", [("identity", _Identity), ("provenance", dict[str, Any])])
+_Counts = msgspec.defstruct("_Counts", [("num_tokens", Any, None), ("token_limit", Any, None)])
+_Record = msgspec.defstruct("_Record", [("identity", _Identity), ("provenance", _Counts)])
 _RECORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Record)
-"""Parses only the needed part of a caption's record, which is several times faster than parsing all of it."""
+"""Parses only the needed part of a caption's record: that is faster, and file names there need not be UTF-8."""
 _parsed = lru_cache(64)(msgspec.json.decode)
 
 
@@ -74,6 +75,7 @@ class CutCaptions:
         for row in range(len(cut)):
             if whole.row.pack.group_of(row).kind == "text":
                 record = _RECORDS.decode(whole.json(row))
-                cut[row] = num_cut_tokens(_parsed(bytes(record.identity.encoding)), record.provenance) > 0
+                counts = msgspec.structs.asdict(record.provenance)
+                cut[row] = num_cut_tokens(_parsed(bytes(record.identity.encoding)), counts) > 0
         self._by_pack[pack] = cut
         return cut

@@ -142,7 +142,8 @@ def test_a_file_that_changes_during_the_run_is_refused_and_encoded_by_the_next(m
 def test_samples_of_one_name_and_captions_that_are_no_text_are_refused(make_config: Make, tmp_path: Path) -> None:
     folder, odd = tmp_path / "listed", "line\u2028separator \x00 and \u202e odd ones"
     lines = list[str]()
-    for name, text in (("x.png", "half \ud800 of a pair"), ("y.png", odd), ("y.png", "another")):
+    no_text = "\udcff.png", "of a file whose name is no text"
+    for name, text in (("x.png", "half \ud800 of a pair"), no_text, ("y.png", odd), ("y.png", "another")):
         write_photo(folder / name, len(lines))
         lines.append(json.dumps({"file_name": name, "text": text}))
     (folder / "metadata.jsonl").write_text("\n".join(lines))
