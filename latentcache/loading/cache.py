@@ -225,8 +225,9 @@ class LatentCache(Closing):
         datasets = self.datasets()
         encoded = [manifest for manifest in datasets if manifest.imported_from is None]
         names = {prompts_name(manifest.common) if manifest.has_texts else "" for manifest in encoded}
-        if datasets and not names:  # imported datasets do not name their encoders: any prompts may fit
-            names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
+        if datasets and not names:  # imported datasets do not name their encoders: any prompts of the family may fit
+            found = (self.manifest(name) for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX))
+            names = {each.name for each in found if each.common.get("family") == datasets[0].common.get("family")}
         if len(names) > 1:
             known = ", ".join(manifest.name for manifest in datasets)
             raise StoreError(
@@ -339,8 +340,7 @@ class LatentCache(Closing):
             for name, column in columns_of(sample_ids, rows[place::num], rules).items():
                 found[first.parts[part][0] if part >= 0 else name] = column  # a part's column has the part's name
         columns = {name: found[name] for name in sorted(found)}
-        ragged = {name: rule for name, rule in rules.items() if name in columns}
-        batch, masks = stack_columns(sample_ids, columns, ragged, memory)
+        batch, masks = stack_columns(sample_ids, columns, rules, memory)
         if zeros := [place for place, ref in enumerate(refs) if ref.dropped == "zeros"]:
             family = first.facts.family
             if rows[1].description.keys() - family.fields.keys():  # the dataset could not check: it had no cached text

@@ -14,10 +14,12 @@ import torch
 from helpers.foreign_samples import STD, Foreign, image, imported, pairs, text
 from helpers.photo_files import write_photo, write_photos
 from helpers.tiny_configs import tiny_config
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.config import CacheConfig, Config
 from latentcache.dataset.row_table import Row
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.families import family_named
 from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import caption_digest, digest, key_of
 from latentcache.interop.importing import import_cache
@@ -231,13 +233,17 @@ def test_precache_replaces_what_was_imported(make_config: Any, photos: Path, run
 
 
 def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> None:
-    config = make_config()
+    config, other = make_config(), make_config(**{"datasets.0.name": "other"})
     with open_workspace(config.cache) as workspace:
         into(workspace, *pairs("a"))
-    with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
+    run_precache(other, models=LoadedModels(family=family_named("sd15"), **tiny_encoders("sd15")))
+    with (
+        LatentCache(config.cache.path, manifest="foreign") as cache,
+        pytest.raises(SampleError, match=r"prompt.*is not cached"),
+    ):
         cache.prompt("", device="cpu")
     run_precache(config)
-    # The encoders of an import are unknown, so the cache's only prompts are used.
+    # The encoders of an import are unknown, so the cache's only prompts of its family are used.
     with LatentCache(config.cache.path, manifest="foreign") as cache:
         assert cache.prompt("", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
 
