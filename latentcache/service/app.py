@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,6 +30,7 @@ from latentcache.service.page.routes import Pages, page_router
 from latentcache.service.page.views import STATIC
 from latentcache.service.state import ServiceSettings, ServiceState
 from latentcache.store.cut_captions import CutCaptions
+from latentcache.utils.json_document import to_bytes
 
 API = "/v1/"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
@@ -93,15 +94,13 @@ def _app_of(state: ServiceState) -> FastAPI:
 def _cache_router(state: ServiceState) -> APIRouter:
     router, captions = APIRouter(prefix="/v1", tags=["cache"]), CutCaptions(state.store)
 
-    @router.get("/status")
-    async def status() -> dict[str, Any]:
+    @router.get("/status", response_model=dict[str, Any])
+    async def status() -> Response:
         """The output of `latentcache status --json`: entries, bytes, manifests and damage."""
         found = await state.view(status_of, state.store, state.manifests, state.store.path, captions)
-        return found.to_json()
+        return Response(to_bytes(found.to_json()), media_type="application/json")
 
-    text = {"description": "Metrics for Prometheus.", "content": {"text/plain": {}}}
-
-    @router.get("/metrics", response_class=Response, responses={200: text})
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """The server's metrics."""
         return Response(generate_latest(state.telemetry.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)

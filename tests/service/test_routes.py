@@ -9,14 +9,16 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers.pack_damage import damage
-from helpers.remote_samples import assert_same, entries_by_key, entries_of, fill, make_manifest
+from helpers.remote_samples import assert_same, entries_by_key, entries_of, fill, make_entry, make_manifest
 from helpers.serving import serving, serving_here, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.dataset.manifest import manifest_bytes, read_head
 from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.row_table import Ref
 from latentcache.identity import canonical_json
 from latentcache.loading.status import status
 from latentcache.service import manifests
@@ -50,6 +52,13 @@ def found(server, keys):
 
 
 def test_the_status_is_that_of_the_command(served):
+    """Also where it names a sample, because its caption is cut, whose name is no text."""
+    text, row = make_entry("text", "long", {"pooled": torch.ones(3)}, num_tokens=99), make_manifest().rows.row(0)
+    row = replace(row, sample_id="\udcff.png", captions=(Ref.of_text("long", text.record.key),))
+    with DiskStore(served.cache) as store:
+        store.add([text])
+    ManifestFolder(served.cache / "manifests").write(make_manifest("odd").with_rows({row.sample_id: row}))
+    assert status(served.cache).manifests[0].cut == (row.sample_id,)
     assert served.get("/v1/status").json() == json.loads(json.dumps(status(served.cache).to_json()))
 
 
