@@ -40,7 +40,7 @@ from latentcache.devices.rng import rng_state, set_rng_state
 from latentcache.devices.tensor_location import is_swapped_in
 from latentcache.errors import CheckpointError, StoreError
 from latentcache.provenance import now, software_versions
-from latentcache.utils.durable_files import make_folder, sealed_file, sweep_temporaries
+from latentcache.utils.durable_files import expanded, make_folder, sealed_file, sweep_temporaries
 
 CHECKPOINT_FORMAT = 3
 _MARK = "latentcache checkpoint"
@@ -104,7 +104,7 @@ def save_checkpoint(  # noqa: PLR0913  # one keyword for each part of a run; mos
             not plain data, optimizer parameters that are not in `model`, an EMA whose weights are swapped into the
             model. Or the disk is full. An earlier file is left unchanged.
     """
-    path = Path(path)
+    path = expanded(path)
     try:
         counters = {"epoch": operator.index(epoch), "step": operator.index(step)}
     except TypeError as error:
@@ -187,7 +187,7 @@ def load_checkpoint(
         CheckpointError: The file is damaged, lacks a requested part, or does not fit: names, shapes, dtypes, tied
             weights, parameter groups or classes differ, and each difference is listed. Nothing has changed then.
     """
-    path = Path(path)
+    path = expanded(path)
     content = read_checkpoint(path)
     saved = content["parts"]
     given = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "ema": ema}
@@ -341,7 +341,7 @@ def import_checkpoint(path: str | Path) -> ImportedCheckpoint:
     Raises:
         CheckpointError: The file would need code to be run, or is damaged.
     """
-    path = Path(path)
+    path = expanded(path)
     content = _read(path)
     parts = {part: _usual(content, part) for part in _USUAL_NAMES}
     is_flat = isinstance(content, Mapping) and content and all(isinstance(v, torch.Tensor) for v in content.values())

@@ -143,6 +143,15 @@ def test_parameters_that_no_module_has_are_refused(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "checkpoint", model=both, optimizer=optimizer)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(1, 1)
+    assert save_checkpoint("~/run/last.pt", model=model, rng=False) == tmp_path / "run/last.pt"
+    load_checkpoint("~/run/last.pt", model=model, rng=False)
+    assert import_checkpoint("~/run/last.pt").content["step"] == 0
+
+
 def test_names_do_not_depend_on_torch_compile(tmp_path: Path) -> None:
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
