@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -107,7 +107,9 @@ class ParquetSource(SampleSource):
         for group in range(file.num_row_groups):
             num_rows, row = file.metadata.row_group(group).num_rows, 0
             try:
-                for values in _rows(file, group, columns) if columns else repeat({}, num_rows):
+                batches = file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns))
+                read = chain.from_iterable(batch.to_pylist() for batch in batches)
+                for values in read if columns else repeat({}, num_rows):
                     sample_id, place = f"{name}#{first_row + row}", f"{path}#{first_row + row}"
                     at = path, group, row
                     try:
@@ -141,8 +143,3 @@ class ParquetSource(SampleSource):
                     self._cache.popitem(last=False)
             self._cache.move_to_end(key)
             return self._cache[key]
-
-
-def _rows(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-        yield from batch.to_pylist()

@@ -127,7 +127,7 @@ def status_of(
                 num_unverified=len(rows.unverified()),
                 imported_from=manifest.imported_from,
                 num_cut=None if cut is None else len(cut),
-                cut=() if cut is None else tuple(rows.row(number).sample_id for number in cut[:MAX_NAMED].tolist()),
+                cut=() if cut is None else tuple(rows.sample_ids.at(cut[:MAX_NAMED])),
             )
         )
     return Status(

@@ -23,6 +23,7 @@ from latentcache.config import Config, RayConfig
 from latentcache.dataset.samples import SampleSource
 from latentcache.devices.placement import current_accelerator
 from latentcache.errors import ClusterError, ConfigError, LatentCacheError, ModelError
+from latentcache.models.files import first_line
 from latentcache.precache.encodings import Encodings, load_models
 from latentcache.precache.preparation import TextKeys
 from latentcache.precache.report import Failure, Report
@@ -91,7 +92,10 @@ class RayEncoder:
         """
         if self._workspace is None:
             self._workspace = self._start()
-        batches = [[self._with_source(task, number) for task, number in batch] for batch in work]
+        batches = [
+            [replace(task, source=self._sources[number]) if task.kind != "text" else task for task, number in batch]
+            for batch in work
+        ]
         groups = {task.key: number for number, batch in enumerate(batches) for task in batch}
         found = self._workspace.store.find(groups)  # stored by an encoder that died during this call
         tasks = [task for batch in batches for task in batch if task.key not in found]
@@ -136,9 +140,6 @@ class RayEncoder:
                 )
         self._texts = TextKeys(here.family, models.tokenizers, here.text, "")
         return workspace
-
-    def _with_source(self, task: Task, number: int) -> Task:
-        return replace(task, source=self._sources[number]) if task.kind != "text" else task
 
     def _reads_as_planned(self, task: Task, problems: dict[str, Failure]) -> bool:
         """Whether the tokenizer's input is the one in the key: other versions may clean or render texts differently."""
@@ -210,7 +211,7 @@ class RayCluster:
             calls = [work for kind in ("text", "image") for work in _calls(plan.batches[kind], num_encoders, sources)]
             encoder, put = self._ray.remote(**self._requested())(self.encoder), self._ray.put
             shared = [put(context.encodings), put([source for _, source in sources.values()])]
-            context.progress.start("encode", sum(map(_num_entries, calls)))
+            context.progress.start("encode", sum(len(batch) for work in calls for batch in work))
             try:
                 run = _Run(self._ray, calls, context, lambda: encoder.remote(self.config, *shared))
                 run.run(self._settings, min(num_encoders, len(calls)), self._missing)
@@ -234,7 +235,7 @@ class RayCluster:
         except Exception as error:  # Ray raises this class itself, e.g. if its processes start too slowly
             raise ClusterError(
                 self._address,
-                f"no connection ({str(error).strip().partition(chr(10))[0]})",
+                f"no connection ({first_line(error)})",
                 "Give the HOST:PORT that `ray start --head` printed, and run this on a machine that can reach it. "
                 "RAY_AUTH_MODE and the token must be those of the cluster.",
             ) from error
@@ -349,7 +350,7 @@ class _Run:
         except self._ray.exceptions.RayTaskError as error:
             raise _cause(error) from error
         except self._ray.exceptions.RayError as error:
-            logger.warning("an encoder died: %s", _first_line(error))
+            logger.warning("an encoder died: %s", first_line(error))
             self._ray.kill(encoder)  # in case only the connection was lost
             if num_deaths + 1 == MAX_ATTEMPTS:
                 raise _died(work, error) from error
@@ -360,7 +361,7 @@ class _Run:
         for key, failure in problems.items():
             self._context.fail(key, failure)
         self._context.report.add(made)
-        self._context.progress.advance(_num_entries(work))
+        self._context.progress.advance(sum(map(len, work)))
 
     def _close(self) -> None:
         """Kill the encoders, after those that still work have sealed their entries."""
@@ -392,16 +393,12 @@ def _calls(
         yield work
 
 
-def _num_entries(work: Work) -> int:
-    return sum(map(len, work))
-
-
 def _died(work: Work, error: BaseException) -> ClusterError:
     named = work[0][0][0].sample.path
     return ClusterError(
         "its encoders",
-        f"{MAX_ATTEMPTS} of them died with the same {_num_entries(work)} entries, the first of which is of {named} "
-        f"({_first_line(error)})",
+        f"{MAX_ATTEMPTS} of them died with the same {sum(map(len, work))} entries, the first of which is of {named} "
+        f"({first_line(error)})",
         "Sealed entries are safe: run the same command again. If it fails here again, look into Ray's logs. The usual "
         "cause is too little memory, or an image that crashes the decoder; then `latentcache precache` without --ray "
         "crashes too.",
@@ -416,13 +413,9 @@ def _cause(error: Any) -> LatentCacheError:
     logger.error("%s", error)  # includes the traceback of that process
     return ClusterError(
         "a process of the cluster",
-        f"failed: {type(cause).__name__}: {_first_line(cause)}",
+        f"failed: {type(cause).__name__}: {first_line(cause)}",
         "All nodes need the same version of latentcache, and the dataset at the same path; the log has the traceback.",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _import_ray() -> ModuleType:
