@@ -367,6 +367,11 @@ class RowTable(Mapping[str, Row]):
         return found
 
     @property
+    def has_flips(self) -> bool:
+        """Whether any image has a mirrored entry."""
+        return bool(self.columns["image/geometry"][:, _FLIP].any())
+
+    @property
     def _is_usable(self) -> np.ndarray:
         """Which rows are not refused: bool [n]."""
         usable: np.ndarray = np.diff(self.columns["refusal/offsets"]) == 0

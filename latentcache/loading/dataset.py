@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -117,7 +118,8 @@ class LatentDataset(Dataset[Batch]):
         manifest: A name, or several; may be left out if there is only one. Several must have one family, VAEs that
             scale alike and texts that are padded alike, else StoreError.
         flips: True, or names of manifests, to add the mirrored entries as further items; "random" to draw at each visit
-            whether it is mirrored, so that an epoch is not longer. SampleError for a sample without a mirrored entry.
+            whether it is mirrored, so that an epoch is not longer. Of several manifests, "random" leaves out those
+            without any mirrored entry; otherwise a sample without one is a SampleError.
         caption: The number of the caption, or "random": each visit draws one, by the dataset's weights if it has any,
             and takes its next variant, so that an item's visits see all variants before one repeats.
         caption_dropout: Share of visits without their caption, which is then "".
@@ -174,7 +176,10 @@ class LatentDataset(Dataset[Batch]):
         self.scaling: Scaling = self.cache.scaling(read[0].manifest)
         for samples in read:
             samples.check_untrained([trained_tokens] if isinstance(trained_tokens, str) else trained_tokens)
-        self._parts = [_Samples(each, self.choices, flips=each.manifest.name in mirrored) for each in read]
+        any_flips, self._parts = any(each.rows.has_flips for each in read), list[_Samples]()
+        for each in read:
+            choices = replace(self.choices, flips=self.choices.flips and each.rows.has_flips >= any_flips)
+            self._parts.append(_Samples(each, choices, flips=each.manifest.name in mirrored))
         if caption_dropout and self.facts.texts:
             self._prepare_dropout()
         self._ends = np.array([part.num_items for part in self._parts]).cumsum()

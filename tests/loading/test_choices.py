@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,22 @@ def test_a_numbered_caption_is_the_line_itself_and_companions_follow_their_image
         assert all(torch.equal(each["mask"], plain["mask"]) for each in (scaled, half))
     item = LatentDataset(path, "main", caption=1)[5]
     assert item["caption"] == "5100" and item["dataset"] == "main" and item["loss_weight"].dtype == torch.float32
+
+
+def test_random_flips_leave_out_a_dataset_without_mirrored_images(path: Path, tmp_path: Path) -> None:
+    copytree(path, tmp_path / "cache")
+    folder = ManifestFolder(tmp_path / "cache/manifests")
+    manifest = folder.read("class")
+    assert manifest is not None
+    plain = [
+        replace(row, images=row.images[:1], parts=tuple(part for part in row.parts if not part.geometry.flip))
+        for row in manifest.rows.values()
+    ]
+    folder.write(manifest.with_rows({row.sample_id: row for row in plain}))
+    rows = [row for batch in seen(loader_of(sampler_of(tmp_path / "cache"))) for row in batch]
+    assert {(int(name) >= NUM, flip) for name, _, flip in rows} == {(False, 0), (False, 1), (True, 0)}
+    with pytest.raises(SampleError, match="has no flipped entry"):
+        LatentDataset(tmp_path / "cache", "class", flips="random")
 
 
 def test_plain_numbers_follow_the_global_generator(path: Path) -> None:
