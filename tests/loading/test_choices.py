@@ -11,7 +11,6 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from blake3 import blake3
@@ -25,8 +24,6 @@ from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.errors import SampleError, StoreError
 from latentcache.families import family_named
 from latentcache.identity import key_of
-from latentcache.loading.choices import Choices, Chooser
-from latentcache.loading.sampler import Visits
 from latentcache.types import Crop, Entry, Geometry, Record, Size, prompt_id
 
 COMMON: dict[str, Any] = {
@@ -306,29 +303,3 @@ def test_companions_of_other_shapes_and_roles_are_in_other_batches(path: Path, t
         for other in range(1, 5):
             with pytest.raises(StoreError, match=r"the parts of samples '1' .* differ: batch them"):
                 dataset.__getitems__([1, other * NUM + 1])
-
-
-def test_choices_have_their_rates_and_are_independent() -> None:
-    num, lines, variants = 200_000, 3, 8
-    items = np.arange(num) % 2_000
-    draws = (np.random.default_rng(11).integers(0, 2**63 - 1, num)).astype(np.int64)
-    visits = Visits(items, draws, np.arange(num) // 2_000, np.full(num, 7, np.uint64))
-
-    def chosen(choices: Choices, manifest: Manifest) -> Any:
-        """Caption entries, flips, and dropped captions."""
-        counts, nothing = np.full(num, lines * manifest.variants), np.zeros(num, np.int64)
-        captions, _, flips, dropped = Chooser(manifest, choices).choose(visits, counts, items, nothing)
-        return captions, flips, dropped
-
-    manifest, whole = Manifest("m", "train", 1, COMMON, {}, variants=variants), Choices("random", flips=True)
-    entries, flips, dropped = chosen(replace(whole, caption_dropout=0.1), manifest)
-    assert abs(flips.mean() - 0.5) < 0.004 and abs(dropped.mean() - 0.1) < 0.0025, "3.7 standard deviations"
-    cells = np.bincount((entries * 2 + flips) * 2 + dropped, minlength=96)
-    expected = np.tile([0.9, 0.1], 48) * num / 48
-    assert ((cells - expected) ** 2 / expected).sum() < 150, "95 degrees of freedom: one of 3,000 is above"
-    for share in (0.0, 1.0):
-        other, same_flips, dropped = chosen(replace(whole, caption_dropout=share), manifest)
-        assert (dropped == share).all() and np.array_equal(other, entries) and np.array_equal(same_flips, flips)
-    found, flips, _ = chosen(whole, replace(manifest, weights=(0.2, 0, 0.5, 0.3), variants=1))
-    assert abs((found == 0).mean() - 2 / 7) < 0.004 and not (found == 1).any() and found.max() == 2
-    assert abs(flips[found == 0].mean() - 0.5) < 0.008
