@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from helpers.photo_files import write_photo
-from helpers.tiny_models import tiny_pipeline
 from PIL import Image
 from precaching import row_of
 
@@ -68,21 +67,6 @@ def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Mak
         assert made["created"].endswith("+00:00") and made["host"]
         text = cache.get(row.captions[0].key).record
         assert text.provenance["num_tokens"] == len("aredhouse") + 2
-
-
-def test_texts_are_those_of_the_pipeline_with_this_clip_skip(make_config: Make) -> None:
-    """0 ULP. Of none, and of images: integrations/test_diffusers.py."""
-    config = make_config(**{"encode.clip_skip": 1})
-    run_precache(config)
-    with LatentCache(config.cache.path) as cache:
-        [ref] = cache.row("c.png")[1].captions
-        found = cache.get(ref.key).tensors
-        embeds, negative, pooled, _ = tiny_pipeline().encode_prompt(
-            ref.text, negative_prompt="ugly", clip_skip=1, device="cpu"
-        )
-        assert torch.equal(found["prompt_embeds"], embeds[0])
-        assert torch.equal(found["pooled_prompt_embeds"], pooled[0])
-        assert torch.equal(cache.prompt("ugly", device="cpu", negative=True)["prompt_embeds"], negative)
 
 
 def damage_pixels(path: Path) -> None:
