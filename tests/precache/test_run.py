@@ -337,20 +337,29 @@ def test_the_environment_names_the_shard() -> None:
             Shard.from_environment(wrong)
 
 
-def test_two_ranks_build_what_one_process_builds(make_config: Make, photos: Path, tmp_path: Path) -> None:
-    """Also its values: anomaly/test_two_processes.py."""
+def test_two_ranks_build_what_one_process_builds(
+    make_config: Make, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun names them. Two processes at the same time, and kills of them, are in scripts/soak_crash.py."""
     for number in range(7):
         write_photo(photos / f"more{number}.png", 50 + number).with_suffix(".txt").write_text(f"photo {number}")
     damage_pixels(write_photo(photos / "damaged\udce9.png", 5))  # found when it is decoded: the other rank hears of it
     single = make_config(**{"cache.path": tmp_path / "one"})
     shared = make_config(**{"cache.path": tmp_path / "two"})
     run_precache(single)
-    reports = [run_precache(shared, shard=Shard(rank, 2)) for rank in (0, 1)]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    reports = []
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        reports.append(run_precache(shared))
     assert all(report.num_encoded > 0 for report in reports)
     with LatentCache(single.cache.path) as one, LatentCache(shared.cache.path) as two:
         keys = sorted(one.store.keys())
         assert keys == sorted(two.store.keys())
         assert sum(report.num_encoded for report in reports) == len(keys)
+        for key in keys:
+            a, b = one.get(key).tensors, two.get(key).tensors
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
         for name in one.manifests.names():
             assert one.manifest(name).rows == two.manifest(name).rows, "refusals of either rank are in the manifest"
 
