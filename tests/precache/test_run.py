@@ -409,29 +409,15 @@ def test_samples_that_lose_something_are_named(make_config: Make, photos: Path) 
     assert (found.num_cut, found.cut) == (2, ("a.png", "b.png"))
 
 
-def test_manifests_are_left_alone_until_the_last_rank_is_done(make_config: Make, photos: Path, tmp_path: Path) -> None:
-    config = make_config(**{"encode.batch_size": 1})
-    run_precache(config)
-    write_photo(photos / "b.png", 77)
-    write_photo(photos / "c.png", 78)
-    manifest = config.cache.path / "manifests" / "photos.safetensors"
-    before = manifest.read_bytes()
-    first = run_precache(config, shard=Shard(0, 2))
-    assert first.num_encoded == 1 and first.manifests_waiting == ["photos"] and manifest.read_bytes() == before
-    second = run_precache(config, shard=Shard(1, 2))
-    # The first rank did not replace the manifest: the second one still knows why its miss is one.
-    assert second.num_encoded == 1 and second.misses_by_reason == {"image changed": 1}
-    assert second.manifests_waiting == [] and manifest.read_bytes() != before
-
-
 def test_a_manifest_waits_for_what_is_gone_since_the_plan(
     make_config: Make, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that of a single process: as where a bucket was pruned while it encoded."""
+    """Even that of a single process: as where a bucket was pruned while it encoded."""
     config = make_config()
     run_precache(config)
     write_photo(photos / "b.png", 77)
-    make_plan = precache_run.make_plan
+    manifest = config.cache.path / "manifests" / "photos.safetensors"
+    make_plan, before = precache_run.make_plan, manifest.read_bytes()
 
     def plan_then_lose(config: Config, workspace: Workspace, *arguments: Any, **options: Any) -> Plan:
         plan = make_plan(config, workspace, *arguments, **options)
@@ -441,8 +427,10 @@ def test_a_manifest_waits_for_what_is_gone_since_the_plan(
     with monkeypatch.context() as patch:
         patch.setattr(precache_run, "make_plan", plan_then_lose)
         assert run_precache(config).manifests_waiting == ["photos"]
+    assert manifest.read_bytes() == before
     report = run_precache(config)
     assert (report.num_misses, report.manifests_waiting) == (1, [])
+    assert manifest.read_bytes() != before
 
 
 def test_ranks_agree_whatever_fits_into_their_memory(
