@@ -43,20 +43,6 @@ from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import verify
 
 
-def test_a_cache_holds_what_it_should_and_nothing_else(root):
-    with DiskStore(root) as store, DiskStore(root) as other:
-        store.add(samples(*range(4)))
-        other.add(samples(*range(2, 6)))
-        for numbers in ((1, 2), (4, 5)):  # the latter are not in this store's memory
-            with store.writer() as writer:
-                for entry in samples(*numbers):
-                    writer.add(entry)
-            assert writer.num_added == writer.bytes_written == 0, "existing entries are not written again"
-    with DiskStore(root, create=False) as store:
-        assert_holds(store, *range(6))
-    assert listing(root) == [*CLEAN, "2 packs"]
-
-
 @pytest.mark.parametrize("numbers", [[0], [0, 1]], ids=["all", "a part"])
 def test_what_another_writer_stores_meanwhile_is_there_once(root, monkeypatch, numbers):
     """Between the look into the index and the row in it."""
