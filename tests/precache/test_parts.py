@@ -61,10 +61,9 @@ def write_white_mask(path: Path, seed: int) -> None:
     Image.fromarray(values).save(path)
 
 
-def config_of(folder: Path, output: str = "moments", **dataset: Any) -> Config:
+def config_of(folder: Path, **dataset: Any) -> Config:
     companions = {"control": {"path": folder / "before"}, "mask": {"path": folder / "masks"}}
-    settings = {"encode.image_output": output, "validation": {}}
-    return config_of_dataset(folder, settings, **companions | dataset)
+    return config_of_dataset(folder, {"validation": {}}, **companions | dataset)
 
 
 def entry_of(config: Config, sample_id: str, name: str, *, flip: bool = False) -> dict[str, torch.Tensor]:
@@ -106,17 +105,6 @@ def test_a_control_image_is_the_mean_of_its_posterior_in_the_bucket_of_its_image
         torch.testing.assert_close(latents["latents"], mean, rtol=0, atol=1e-6)
     control = row_of(config, "a.png").parts[0].geometry
     assert control == dataclasses.replace(images[0].geometry, original_size=Size(40, 72)), "it lies on its image"
-
-
-def test_a_control_image_may_have_buckets_of_its_own(pairs: Path) -> None:
-    config = config_of(pairs, control={"path": pairs / "before", "area": 64 * 64}, output="mean")
-    run(config)
-    assert row_of(config, "a.png").parts[0].geometry.target_size == Size(64, 64)
-    assert entry_of(config, "a.png", "control 1")["latents"].shape[-2:] == (8, 8)
-    same = config_of(pairs, output="mean")
-    run(same)
-    keys = [ref.key for ref in (row_of(same, "b.png").parts[0], row_of(same, "a.png").images[0])]
-    assert keys[0] == keys[1], "where images are means, an equal image is one entry"
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
