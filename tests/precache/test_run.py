@@ -12,7 +12,6 @@ import torch
 from diffusers import AutoencoderKL
 from helpers.photo_files import write_photo
 from PIL import Image
-from precaching import row_of
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -421,7 +420,8 @@ def test_a_manifest_waits_for_what_is_gone_since_the_plan(
 
     def plan_then_lose(config: Config, workspace: Workspace, *arguments: Any, **options: Any) -> Plan:
         plan = make_plan(config, workspace, *arguments, **options)
-        workspace.store.remove([row_of(config, "a.png").images[0].key])
+        [photos] = (each for each in plan.manifests if each.name == "photos")
+        workspace.store.remove([photos.rows["a.png"].images[0].key])
         return plan
 
     with monkeypatch.context() as patch:
