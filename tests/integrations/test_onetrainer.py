@@ -25,6 +25,7 @@ import pytest
 import torch
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
+from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import RECORDED, Run, Setup, concept, exact, write_photos
 from helpers.tensor_bits import bits
 
@@ -40,6 +41,32 @@ Make = Callable[..., Setup]
 
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return tiny_parts(0)
+
+
+@pytest.fixture(params=["own", "mgds"])
+def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
+    return host(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_photos(tmp_path / "photos", NUM)
+
+
+@pytest.fixture
+def setup(pipeline: SimpleNamespace, tmp_path: Path, folder: Path, parts: dict[str, Any]) -> Make:
+    """A function that makes a setup over the photos, by default always with the same models."""
+
+    def make(**changes: Any) -> Setup:
+        settings = {"host": pipeline, "cache_dir": tmp_path / "cache", "concepts": [concept(folder)], "parts": parts}
+        return Setup(**(settings | changes))
+
+    return make
 
 
 def assert_same_items(run: Run, expected: dict[str, dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -186,8 +186,9 @@ def value(recorded: Any, parts: dict[str, Any]) -> Any:
 
 @pytest.mark.families
 @pytest.mark.parametrize("family", sorted(RECORDED))
-def test_every_module_is_known_and_each_of_its_settings_is_read(pipeline: SimpleNamespace, family: str) -> None:
-    parts = tiny_model(family)
+@pytest.mark.parametrize("host", ["own", "mgds"])
+def test_every_module_is_known_and_each_of_its_settings_is_read(host: str, family: str) -> None:
+    pipeline, parts = pipeline_host.host(host), tiny_model(family)
     for name, recorded in RECORDED[family]["modules"]:
         assert name in RECOGNISED
         module = pipeline.make(name, **{key: value(each, parts) for key, each in recorded.items()})
