@@ -369,12 +369,14 @@ def test_outputs_mean_and_sample(make_config: Make) -> None:
         config = make_config(**{"encode.image_output": output, "encode.seed": seed, "encode.batch_size": 1 + seed})
         run_precache(config)
         with LatentCache(config.cache.path) as cache:
-            entry = cache.get(cache.row("a.png")[1].images[0].key)
-            drawn[output, seed] = next(iter(entry.tensors.values()))
-            assert set(entry.tensors) == ({"moments"} if output == "moments" else {"latents"})
-    mean = drawn["moments", 0][:4]
-    assert torch.equal(drawn["mean", 0], mean)
-    assert not torch.equal(drawn["sample", 0], mean) and not torch.equal(drawn["sample", 0], drawn["sample", 1])
+            entries = [cache.get(cache.row(name)[1].images[0].key).tensors for name in ("a.png", "b.png")]
+            drawn[output, seed] = [each["moments" if output == "moments" else "latents"].float() for each in entries]
+            assert all(len(each) == 1 for each in entries)
+    moments, samples = drawn["moments", 0], drawn["sample", 0]
+    assert all(map(torch.equal, drawn["mean", 0], (each[:4] for each in moments)))
+    assert not any(map(torch.equal, samples, drawn["sample", 1]))
+    noise = [(sample - each[:4]) / (0.5 * each[4:]).exp() for sample, each in zip(samples, moments, strict=True)]
+    assert not torch.allclose(noise[0].flatten()[:64], noise[1].flatten()[:64], atol=0.1), "each image has its own"
 
 
 def test_a_broken_manifest_costs_the_reasons_only(make_config: Make) -> None:
