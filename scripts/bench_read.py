@@ -17,7 +17,6 @@ cold   before each pass the files are dropped from the page cache, free memory i
 packs  a cold epoch in pack order, against `cat` of the packs to /dev/null
 wait   time in `next` on a loader as a share of a step of 40 ms, which sleeps as the host does while an accelerator
        works: from dropped files, and in the following epoch. The first batch does not count
-tier   an epoch of LatentLoader on `latentcache serve` with a warm local tier, against the cache's own directory
 
 The host of a virtual machine may still cache dropped files, so trust the ratios rather than the times.
 """
@@ -25,16 +24,13 @@ The host of a virtual machine may still cache dropped files, so trust the ratios
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import random
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +59,6 @@ NUM_REPEATED = 256
 """Distinct values in the cold parts; bounds the memory that they need."""
 ROUNDS_AT_PACE = 5
 """Factor on the number of rounds of methods that run at memory speed."""
-STOP_S = 30.0
 TINY_SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "image": {"latents": (4, 8, 8)},
     "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
@@ -76,7 +71,6 @@ WANTED = {
     "cold": {"times_faster_than_torch_load": 3},
     "packs": {"of_cat": 0.6},
     "wait": {"share_at_most": 0.01},
-    "tier": {"ratio_at_most": 1.1},
 }
 
 Batches = Sequence[Sequence[int]]
@@ -393,54 +387,7 @@ def wait(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# A service ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(cache: Path, log: Path) -> Iterator[str]:
-    """Run `latentcache serve` inside the block. Yields its URL."""
-    line = [sys.executable, "-m", "latentcache", "serve", str(cache), "--port", "0", "--json"]
-    with open(log, "wb") as errors:
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
-    try:
-        assert process.stdout is not None
-        answer = process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the server ended with {process.wait()}: {log.read_text()}")
-        yield json.loads(answer)["url"]
-    finally:
-        process.terminate()
-        process.wait(STOP_S)
-
-
-def tier(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    samples, cache = Samples(options, options.num_samples), folder / "cache"
-    samples.write(cache)
-
-    def epoch(made: LatentLoader) -> None:
-        made.set_epoch(0)
-        for batch in made:
-            del batch
-
-    with served(cache, folder / "server.log") as url:
-        datasets = {"local_cache": LatentDataset(cache), "local_tier": LatentDataset(url, local=folder / "local")}
-        ways = {}
-        for name, dataset in datasets.items():
-            made = LatentLoader(BucketBatchSampler(dataset, BATCH, seed=0), device="cpu")
-            for batch in made:  # fills the tier
-                samples.check(batch)
-            ways[name] = partial(epoch, made)
-        seconds = in_turns(ways, options.repetitions, warm=True)
-        for dataset in datasets.values():
-            dataset.cache.close()
-    return {
-        "us_per_sample": us_per_sample(seconds, options.num_samples),
-        "ratio": ratios(seconds["local_tier"], seconds["local_cache"]),
-        "wanted": WANTED["tier"],
-    }
-
-
-PARTS = {"warm": warm, "cold": cold, "packs": packs, "wait": wait, "tier": tier}
+PARTS = {"warm": warm, "cold": cold, "packs": packs, "wait": wait}
 
 
 def main() -> None:

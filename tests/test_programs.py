@@ -43,7 +43,7 @@ def run(script: str, folder: Path, *arguments: str, on_simulated_device: bool = 
 @pytest.mark.parametrize(
     ("script", "parts"),
     [
-        benchmark("bench_read", "warm", "tier"),
+        benchmark("bench_read", "warm"),
         benchmark("bench_read", "cold", "packs", "wait", marks=[pytest.mark.bench, COLD]),
         benchmark("bench_write"),
         benchmark("bench_precache"),
