@@ -7,8 +7,8 @@
 
 Models have SDXL's sizes and random weights, created on the device, so nothing is downloaded. Times are medians over
 interleaved rounds, measured on the host's clock after synchronising the device. Ceilings are measured in the same run.
-If a part fails, the others still run and the exit code is 1. The table marks each missed goal. A check that the device
-cannot run is skipped with the reason.
+If a part fails, the others still run and the exit code is 1. The table marks each missed goal. A check is a part too:
+it says what it found, or why this device cannot run it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import gc
 import os
 import sys
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -34,7 +32,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic ker
 import bench_precache as precache
 import numpy as np
 import torch
-from benchmarking import in_turns, make_cache, make_parser, run_in_folder, seconds_of, spread
+from benchmarking import in_turns, make_cache, make_parser, run_parts, seconds_of, spread
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -66,15 +64,13 @@ MAX_GROWTH = 4 << 20
 """Allowed growth of reserved memory in bytes: two small blocks of torch's allocator."""
 
 
-class SkippedError(Exception):
-    """Raised by a check that needs something this device does not have."""
-
-
 class Bench:
-    """The device, the sizes, and the figures so far."""
+    """The device, the sizes, and the folder and the figures of a part."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace):
-        self.folder, self.options, self.tiny = folder, options, options.tiny
+    folder: Path
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.tiny = options, options.tiny
         # With its index: tensors report it, and set_per_process_memory_fraction requires it.
         self.device = device_named(options.device)
         self.module = torch.get_device_module(self.device)
@@ -83,9 +79,13 @@ class Bench:
         is_cpu = self.device.type == "cpu"
         self.half = torch.float32 if is_cpu else torch.float16
         self.train_dtype = torch.float32 if is_cpu else torch.bfloat16
-        self.parts: dict[str, dict[str, dict[str, Any]]] = {}
-        self.checks: dict[str, dict[str, str]] = {}
-        self.part = ""
+        self.figures: dict[str, dict[str, Any]] = {}
+
+    def run(self, part: Callable[[Bench], str | None], folder: Path, options: argparse.Namespace) -> Any:
+        """The figures of a part, or what a check says."""
+        self.free()
+        self.folder, self.figures = folder, {}
+        return part(self) or self.figures
 
     def add(self, name: str, value: float, unit: str, *, least: float | None = None, most: float | None = None) -> None:
         """Record a figure. `least` and `most` are its goals, which count at full size only."""
@@ -93,8 +93,7 @@ class Bench:
         if not self.tiny and (least is not None or most is not None):
             goal = f">= {least:g}" if least is not None else f"<= {most:g}"
             reached = value >= least if least is not None else value <= (most or 0)
-        figures = self.parts.setdefault(self.part, {})
-        figures[name] = {"value": value, "unit": unit, "goal": goal, "reached": reached}
+        self.figures[name] = {"value": value, "unit": unit, "goal": goal, "reached": reached}
 
     def end(self, method: Callable[[], Any]) -> None:
         """Call the method and synchronise the device."""
@@ -112,9 +111,10 @@ class Bench:
 
         def timed(method: Callable[[], Any]) -> float:
             self.module.synchronize(self.device)
-            return seconds_of(lambda: self.end(method))
+            return seconds_of(partial(self.end, method))
 
-        taken = in_turns(methods, self.options.repetitions, warm=warm, clock=timed)
+        timers = {name: partial(timed, method) for name, method in methods.items()}
+        taken = in_turns(timers, self.options.repetitions, warm=warm)
         return {name: spread(values)["median"] for name, values in taken.items()}
 
     def free(self) -> None:
@@ -454,7 +454,7 @@ def check_ddp(bench: Bench) -> str:
     distributed, rendezvous, buckets = torch.distributed, bench.folder / "ranks", list[int]()
     backend = {"cpu": "gloo", "cuda": "nccl"}.get(bench.device.type)
     if backend is None:
-        raise SkippedError(f"this check knows the backends for cpu and cuda, not for {bench.device.type}")
+        return f"skipped: the backend for {bench.device.type} is not known here"
     distributed.init_process_group(backend, init_method=rendezvous.as_uri(), rank=0, world_size=1)
     try:
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(bench.device))
@@ -479,7 +479,7 @@ def check_ddp(bench: Bench) -> str:
 def check_leaving(bench: Bench) -> str:
     """A phase that swaps two parts on a device with room for one ends with the first one back."""
     if bench.device.type == "cpu":
-        raise SkippedError("parts are parked on the CPU, which is the device itself")
+        return "skipped: parts are parked on the CPU, which is the device itself"
     size = 1 << (12 if bench.tiny else 14)  # a part of 64 MiB or 1 GiB
     parts = {name: torch.nn.Linear(size, size, bias=False, device="cpu") for name in ("unet", "vae")}
     parts["vae"].requires_grad_(False)
@@ -521,38 +521,6 @@ def check_validation(bench: Bench) -> str:
         torch.use_deterministic_algorithms(False)
     assert losses[0] == losses[2], f"losses {losses[0]} without validation, {losses[2]} with it"
     return "6 losses equal"
-
-
-CHECKS: dict[str, Callable[[Bench], str]] = {
-    "batches": check_batches,
-    "syncs": check_syncs,
-    "memory": check_memory,
-    "flags": check_flags,
-    "numbers": check_numbers,
-    "halving": check_halving,
-    "hooks": check_hooks,
-    "ddp": check_ddp,
-    "leaving": check_leaving,
-    "validation": check_validation,
-}
-
-
-def checks(bench: Bench) -> None:
-    """Run the correctness checks. All of them run; the part fails if one does."""
-    for name in bench.options.check:
-        try:
-            outcome, text = "passed", CHECKS[name](bench)
-        except SkippedError as error:
-            outcome, text = "skipped", str(error)
-        except Exception as error:
-            traceback.print_exc()
-            outcome, text = "failed", f"{type(error).__name__}: {error}"
-        bench.checks[name] = {"outcome": outcome, "text": text}
-        print(f"{name}: {outcome}, {text}", file=sys.stderr, flush=True)
-        bench.free()
-    outcomes = Counter(each["outcome"] for each in bench.checks.values())
-    bench.add("checks passed", outcomes["passed"], f"of {len(bench.checks)}", least=len(bench.checks))
-    assert not outcomes["failed"], f"{outcomes['failed']} checks failed"
 
 
 # Throughput
@@ -808,38 +776,34 @@ def checkpoint(bench: Bench) -> None:
         bench.add(f"load {name}, over a pageable copy", taken["load"] / upload, "")
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {
-    each.__name__: each for each in (ceilings, checks, vae, text, copies, step, phases, decode, checkpoint)
+CHECKS: dict[str, Callable[[Bench], str | None]] = {
+    "batches": check_batches,
+    "syncs": check_syncs,
+    "memory": check_memory,
+    "flags": check_flags,
+    "numbers": check_numbers,
+    "halving": check_halving,
+    "hooks": check_hooks,
+    "ddp": check_ddp,
+    "leaving": check_leaving,
+    "validation": check_validation,
 }
+RATES: dict[str, Callable[[Bench], None]] = {
+    each.__name__: each for each in (ceilings, vae, text, copies, step, phases, decode, checkpoint)
+}
+PARTS = CHECKS | RATES
 
 
-def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the parts. Returns the figures, the failures and the seconds of each part."""
-    bench = Bench(folder, options)
-    failed, seconds = {}, {}
-    for name in options.part:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        bench.part, start = name, time.perf_counter()
-        try:
-            PARTS[name](bench)
-        except Exception as error:
-            traceback.print_exc()
-            failed[name] = f"{type(error).__name__}: {error}"
-        seconds[name] = time.perf_counter() - start
-        bench.free()
-    return {"parts": bench.parts, "checks": bench.checks, "failed": failed, "seconds": seconds}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = make_parser(__doc__, PARTS)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--check", nargs="+", choices=CHECKS, default=list(CHECKS), help="only these (default: all)")
-    parser.set_defaults(repetitions=5, part=list(PARTS))
-    options = parser.parse_args(arguments)
+    parser.set_defaults(repetitions=5)
+    options = parser.parse_args()
     options.device = str(device_named(options.device))
     if options.device == "cpu" and not options.tiny:
         parser.error("there is no accelerator, and a CPU takes hours at these sizes: give --tiny --device cpu")
-    return 1 if run_in_folder(run, options)["failed"] else 0
+    bench = Bench(options)
+    return run_parts({name: partial(bench.run, part) for name, part in PARTS.items()}, options)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from benchmarking import in_turns, make_parser, parse, ratios, run_in_folder, seconds_of, spread
+from benchmarking import in_turns, make_parser, parse, ratios, run_parts, seconds_of, spread
 
 TESTS = Path(__file__).parents[1] / "tests"
 SPLIT = {
@@ -207,13 +207,14 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     num_samples, scale = (6, 16) if options.tiny else (1000, 1)
     with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars
         bench = Bench(folder, num_samples, scale)
-        names = list(bench.classes)
+        names, rounds = list(bench.classes), options.repetitions
         for name in names:
             bench.epoch(name)
-        rounds = options.repetitions
-        items = in_turns({name: partial(bench.get_items, name) for name in names}, rounds, warm=True)
-        epochs = in_turns({name: partial(bench.epoch, name) for name in names}, rounds)
-        starts = in_turns({name: partial(bench.warm_start, name) for name in names}, rounds, clock=lambda m: m())
+        items, epochs = (
+            in_turns({name: partial(seconds_of, partial(method, name)) for name in names}, rounds, warm=warm)
+            for method, warm in ((bench.get_items, True), (bench.epoch, False))
+        )
+        starts = in_turns({name: partial(bench.warm_start, name) for name in names}, rounds)
     fills = {name: [seconds] for name, seconds in bench.fill_s.items()}
     found = {"get_item": items, "epoch": epochs, "warm_start": starts, "fill": fills}
     per_sample = {
@@ -227,10 +228,11 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
-    run_in_folder(run, parse(make_parser(__doc__)))
+    parts = {"sdxl": run}
+    return run_parts(parts, parse(make_parser(__doc__, parts)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

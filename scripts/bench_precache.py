@@ -23,6 +23,7 @@ import argparse
 import itertools
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache`
 
 import numpy as np
 import torch
-from benchmarking import in_turns, make_parser, parse, ratios, run_in_folder, seconds_of, spread
+from benchmarking import in_turns, make_parser, parse, ratios, run_parts, seconds_of, spread
 from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -57,8 +58,6 @@ from latentcache.precache.tasks import TEXT_BATCH_SIZE
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Size
 
-WANTED = {"encoder_bound": 0.95, "decode_bound": 0.9, "captions": 0.95}
-"""Goals, as fractions of the ceiling."""
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
 
@@ -265,7 +264,7 @@ def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]
     """Measure a run over `count` items and its ceilings."""
     case.run()  # the first run imports, allocates and compiles
     methods = {"run": case.run, **methods}
-    seconds = in_turns(methods, case.options.repetitions, clock=lambda method: method())
+    seconds = in_turns(methods, case.options.repetitions)
     return {
         "count": count,
         "per_s": {name: count / spread(values)["median"] for name, values in seconds.items()},
@@ -323,31 +322,33 @@ def captions_case(case: Case, num_captions: int) -> dict[str, Any]:
     return in_rounds(case, len(captions), {"encoder": encoders_alone})
 
 
-def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All cases, each in its own folder."""
-    dtype = DTYPES[options.dtype]
-    # Numbers of images, photos and captions; sides of the square bucket and of the JPEG files.
-    num_images, num_photos, num_captions = (3, 3, 5) if options.tiny else (32, 48, 192)
-    side, photo_side, channels = (64, 200, (8, 8, 16, 16)) if options.tiny else (256, 3500, (64, 128, 256, 256))
+def encoder_bound(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    channels, side = ((8, 8, 16, 16), 64) if options.tiny else ((64, 128, 256, 256), 256)
+    models = models_of(make_vae(channels, DTYPES[options.dtype]))
+    return images_case(Case(folder, models, options, 3 if options.tiny else 32, side)) | {"wanted": 0.95}
+
+
+def decode_bound(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    num_photos, photo_side = (3, 200) if options.tiny else (48, 3500)
+    return images_case(Case(folder, models_of(), options, num_photos, 64, photo_side)) | {"wanted": 0.9}
+
+
+def captions(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     encoders = TextShape(256, 12, 4, "quick_gelu"), TextShape(384, 16, 6, "gelu")
     if options.tiny:
         encoders = TextShape(16, 2, 2, "quick_gelu"), TextShape(16, 3, 2, "gelu")
-    texts = models_of(texts=make_texts(*encoders, dtype))
-    return {
-        "encoder_bound": images_case(
-            Case(folder / "1", models_of(make_vae(channels, dtype)), options, num_images, side)
-        ),
-        "decode_bound": images_case(Case(folder / "2", models_of(), options, num_photos, 64, photo_side)),
-        "captions": captions_case(Case(folder / "3", texts, options, 1, 64), num_captions),
-        "wanted": WANTED,
-    }
+    models = models_of(texts=make_texts(*encoders, DTYPES[options.dtype]))
+    return captions_case(Case(folder, models, options, 1, 64), 5 if options.tiny else 192) | {"wanted": 0.95}
 
 
-def main() -> None:
-    options = parse(make_parser(__doc__))
+PARTS = {"encoder_bound": encoder_bound, "decode_bound": decode_bound, "captions": captions}
+
+
+def main() -> int:
+    options = parse(make_parser(__doc__, PARTS))
     options.device, options.dtype = "cpu", "float32"
-    run_in_folder(run, options)
+    return run_parts(PARTS, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

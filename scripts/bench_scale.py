@@ -20,20 +20,21 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import math
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarking import make_parser, memory_bytes, parse, run_parts, run_script, seconds_of, spread
+from benchmarking import make_parser, memory_bytes, parse, run_parts, seconds_of, spread
 from PIL import Image
 
 from latentcache.config import Config
@@ -49,14 +50,6 @@ from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, Pack
 from latentcache.store.writer import PACK_BYTES
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
-INDEX_SIZES, TINY_INDEX_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)
-REPLAN_SIZES, TINY_REPLAN_SIZES = (10_000, 100_000), (20,)
-NUM_ROWS, TINY_NUM_ROWS = 1_000_000, 3_000
-WANTED = {
-    "index": {"open_s": 0.5, "memory_mb": 130, "index_mb": 60, "add_pack_ms": 20},
-    "manifest": {"read_s": 0.5, "bytes_per_sample": 300},
-    "replan": {"seconds_for_100000": 3},
-}
 BATCH = 16
 NUM_BATCHES = 500
 PACK_ROWS = 512
@@ -67,9 +60,14 @@ DATA_START = 4096
 SIZES = [Size(768 + 16 * step, 1344 - 16 * step) for step in range(37)]
 
 
-def repeat(part: str, repetitions: int, *arguments: object) -> dict[str, dict[str, float]]:
+def repeat(
+    measure: Callable[[Path, int, int], dict[str, float]], repetitions: int, root: Path, size: int
+) -> dict[str, dict[str, float]]:
     """Median, min and max of the figures of a measurement, each time in a new process."""
-    found = [run_script(__file__, "--worker", part, *arguments, seed) for seed in range(repetitions)]
+    found = []
+    for seed in range(repetitions):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+            found.append(executor.submit(measure, root, size, seed).result())
     return {name: spread([each[name] for each in found]) for name in found[0]}
 
 
@@ -108,14 +106,14 @@ def make_file(store: DiskStore, row: PackRow) -> None:
 
 def index(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     by_size: dict[str, Any] = {}
-    for num_entries in TINY_INDEX_SIZES if options.tiny else INDEX_SIZES:
+    for num_entries in (9_000, 18_000) if options.tiny else (10_000, 100_000, 1_000_000):
         root = folder / str(num_entries)
         with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
             for row in rows(num_entries):
                 make_file(store, row)
                 transaction.put(row)
-        by_size[str(num_entries)] = repeat("index", options.repetitions, root, num_entries)
-    return by_size | {"wanted": WANTED["index"]}
+        by_size[str(num_entries)] = repeat(measure_index, options.repetitions, root, num_entries)
+    return by_size | {"wanted": {"open_s": 0.5, "memory_mb": 130, "index_mb": 60, "add_pack_ms": 20}}
 
 
 def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
@@ -158,7 +156,7 @@ def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
 
 
 def manifest(root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    num_samples = TINY_NUM_ROWS if options.tiny else NUM_ROWS
+    num_samples = 3_000 if options.tiny else 1_000_000
     builder = RowTableBuilder()
     for number in range(num_samples):
         sample_id, size = f"{number // 1000:06d}/{number}.jpg", SIZES[number % len(SIZES)]
@@ -168,9 +166,10 @@ def manifest(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         builder.add(Row(sample_id, f"/data/photos/{sample_id}", key_of(-1 - number), (image,), (caption,)))
     folder, common = ManifestFolder(root), {"schema": 1, "salt": "", "text_encoding": {}}
     folder.write(Manifest("photos", "train", 1, common, builder.finish()))
-    found = repeat("manifest", options.repetitions, root, num_samples)
+    found = repeat(measure_manifest, options.repetitions, root, num_samples)
     num_bytes = (folder.path / "photos.safetensors").stat().st_size
-    return found | {"bytes_per_sample": num_bytes / num_samples, "wanted": WANTED["manifest"]}
+    wanted = {"read_s": 0.5, "bytes_per_sample": 300}
+    return found | {"bytes_per_sample": num_bytes / num_samples, "wanted": wanted}
 
 
 def measure_manifest(root: Path, num_samples: int, seed: int) -> dict[str, float]:
@@ -192,16 +191,16 @@ def config_of(root: Path) -> Config:
 
 
 def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {"wanted": WANTED["replan"]}
+    results: dict[str, Any] = {"wanted": {"seconds_for_100000": 3}}
     first = 0
-    for size in TINY_REPLAN_SIZES if options.tiny else REPLAN_SIZES:
+    for size in (20,) if options.tiny else (10_000, 100_000):
         make_photos(folder / "photos", first, size)
         first = size
         time.sleep(SETTLED_NS / 1e9)  # files that were just written are not memoised
         fill(config_of(folder))
         if not options.tiny:
-            repeat("replan", 1, folder, size)  # warms the page cache
-        results[str(size)] = repeat("replan", options.repetitions, folder, size)
+            repeat(measure_replan, 1, folder, size)  # warms the page cache
+        results[str(size)] = repeat(measure_replan, options.repetitions, folder, size)
     return results
 
 
@@ -248,16 +247,11 @@ def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
 
 
 PARTS = {"index": index, "manifest": manifest, "replan": replan}
-MEASUREMENTS = {"index": measure_index, "manifest": measure_manifest, "replan": measure_replan}
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        name, root, number, seed = sys.argv[2:]
-        print(json.dumps(MEASUREMENTS[name](Path(root), int(number), int(seed))))
-    else:
-        run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
+def main() -> int:
+    return run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

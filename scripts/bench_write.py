@@ -19,6 +19,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -165,7 +166,7 @@ def measure(root: Path, case: str, num_processes: int, options: argparse.Namespa
 
         for name in METHODS:
             timed(name)  # imports and first calls
-        seconds = in_turns({name: partial(timed, name) for name in METHODS}, options.repetitions, clock=lambda m: m())
+        seconds = in_turns({name: partial(timed, name) for name in METHODS}, options.repetitions)
     us = {name: [each * 1e6 / num_entries / num_processes for each in taken] for name, taken in seconds.items()}
     return {
         "us_per_entry": {name: spread(values) for name, values in us.items()},
@@ -188,13 +189,13 @@ def case(folder: Path, options: argparse.Namespace, *, name: str) -> dict[str, A
 PARTS = {name: partial(case, name=name) for name in CASES}
 
 
-def main() -> None:
+def main() -> int:
     options = parse(make_parser(__doc__, PARTS))
     options.scale, options.num_entries = 1, {"latents": 1024, "samples": 768}
     if options.tiny:
         options.scale, options.num_entries = 64, {"latents": 8, "samples": 8}
-    run_parts(PARTS, options)
+    return run_parts(PARTS, options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,20 +9,16 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import diskcache
-import numpy as np
 import psutil
-import safetensors.torch
 import torch
 
 from latentcache.dataset.manifest import Manifest
@@ -30,6 +26,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref, Row, RowTable
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
+from latentcache.provenance import installed_versions, now, software_versions
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
@@ -43,25 +40,19 @@ SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 Tensors = Mapping[str, torch.Tensor]
 
 
-def environment(
-    device: torch.device | str | None = None, folder: str | os.PathLike[str] | None = None
-) -> dict[str, Any]:
-    """Hardware, versions and date. `folder` is where the benchmark writes (default: the working directory)."""
-    pages = os.sysconf("SC_PHYS_PAGES")
+def environment(device: torch.device | str = "cpu", folder: str | Path | None = None) -> dict[str, Any]:
+    """Hardware, versions and date. `folder` is where the benchmark writes (default: the system's temporary folder)."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "cpu": cpu_model(),
         "num_cores": os.cpu_count(),
-        "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": psutil.virtual_memory().total,
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "filesystem": filesystem_type(Path(folder or ".")),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-        "diskcache": diskcache.__version__,
+        "filesystem": filesystem_type(Path(folder or tempfile.gettempdir())),
+        **software_versions(),
+        **installed_versions(["diskcache"]),
         "num_threads": torch.get_num_threads(),
-        "device": device_name(torch.device("cpu" if device is None else device)),
+        "device": device_name(torch.device(device)),
     }
 
 
@@ -123,37 +114,27 @@ def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield from lines_of(value, indent + "  ")
 
 
-def run_in_folder(
-    run: Callable[[Path, argparse.Namespace], Mapping[str, Any]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Run a benchmark in a temporary folder. Print its result, as JSON with --json, and return it."""
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        where = environment(getattr(options, "device", None), folder)
-        result = {"environment": where, **run(Path(folder), options)}
+def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> int:
+    """Run the chosen parts, each in a temporary folder, and print their results as one document.
+
+    If a part fails, the others still run. Returns the exit code: 1 if a part failed.
+    """
+    result: dict[str, Any] = {"environment": environment(getattr(options, "device", "cpu"), options.folder)}
+    failed, seconds = {}, {}
+    for name in options.part or parts:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+            try:
+                result[name] = parts[name](Path(folder), options)
+            except Exception as error:
+                traceback.print_exc()
+                failed[name] = f"{type(error).__name__}: {error}"
+        seconds[name] = time.perf_counter() - start
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    document = {**result, "settings": settings}
-    print(json.dumps(document, indent=2, allow_nan=False) if options.json else "\n".join(lines_of(document)))
-    return document
-
-
-def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], options: argparse.Namespace) -> None:
-    """Run the chosen parts, each in a temporary folder, and print their results as one document."""
-
-    def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-        found = {}
-        for name in options.part or parts:
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                found[name] = parts[name](Path(place), options)
-        return found
-
-    run_in_folder(run, options)
-
-
-def run_script(*arguments: object) -> Any:
-    """Run a script in a new process. Returns the JSON document that it prints."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, *map(str, arguments)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables).stdout)
+    result |= {"failed": failed, "seconds": seconds, "settings": settings}
+    print(json.dumps(result, indent=2, allow_nan=False) if options.json else "\n".join(lines_of(result)))
+    return 1 if failed else 0
 
 
 def memory_bytes(name: str) -> int:
@@ -171,34 +152,26 @@ def seconds_of(method: Callable[[], Any]) -> float:
 
 
 def in_turns(
-    methods: Mapping[str, Callable[[], Any]],
-    repetitions: int,
-    *,
-    warm: bool = False,
-    clock: Callable[[Callable[[], Any]], float] = seconds_of,
+    methods: Mapping[str, Callable[[], float]], repetitions: int, *, warm: bool = False
 ) -> dict[str, list[float]]:
-    """Seconds of each method in each round. Rounds start with different methods, so none is always first.
+    """The seconds that each method returns, by round. Rounds start with different methods, so none is always first.
 
-    `warm` calls a method untimed directly before each timed call. Garbage is collected before each timed call and not
-    during it. `clock` replaces the timer, for example with `lambda method: method()` for methods that time themselves.
+    `warm` calls a method directly before each call that counts. Garbage is collected before such a call and not
+    during it.
     """
     order = deque(methods)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    was_enabled = gc.isenabled()
-    try:
-        for _ in range(repetitions):
-            for name in order:
-                if warm:
-                    methods[name]()
-                gc.collect()
-                gc.disable()
-                seconds[name].append(clock(methods[name]))
-                if was_enabled:
-                    gc.enable()
-            order.rotate(-1)
-    finally:
-        if was_enabled:
-            gc.enable()
+    for _ in range(repetitions):
+        for name in order:
+            if warm:
+                methods[name]()
+            gc.collect()
+            gc.disable()
+            try:
+                seconds[name].append(methods[name]())
+            finally:
+                gc.enable()
+        order.rotate(-1)
     return seconds
 
 
