@@ -200,8 +200,7 @@ class Bench:
 
     def texts(self, dtype: torch.dtype) -> dict[str, Any]:
         """SDXL's text encoders with random weights, on the CPU."""
-        small = precache.TextShape(32, 2, 2, "gelu"), precache.TextShape(48, 2, 2, "gelu")
-        return precache.make_texts(*(small if self.tiny else (precache.CLIP_L, precache.CLIP_BIG_G)), dtype)
+        return precache.make_texts({} if self.tiny else precache.SDXL_TEXTS, dtype)
 
     def unet(self, scale: int) -> Any:
         """SDXL's UNet with random weights, on the device. `scale` divides the layer widths."""
@@ -225,18 +224,10 @@ class Bench:
             )
         return unet.to(self.train_dtype)
 
-    def case(
-        self,
-        name: str,
-        models: LoadedModels,
-        num_photos: int,
-        dtype: torch.dtype | None = None,
-        photo_side: int | None = None,
-    ) -> precache.Case:
+    def case(self, name: str, models: LoadedModels, num_photos: int, **options: Any) -> precache.Case:
         """Runs of precache over `num_photos` photos. The models compute in `dtype` (default: `half`)."""
-        named = str(dtype or self.half).removeprefix("torch.")
-        settings = argparse.Namespace(**vars(self.options) | {"dtype": named})
-        return precache.Case(self.folder / name, models, settings, num_photos, self.side, photo_side)
+        options = {"device": self.device, "dtype": self.half, **options}
+        return precache.Case(self.folder / name, models, num_photos, self.side, **options)
 
     def sampler(self, name: str, num_samples: int, batch_size: int, scale: int) -> BucketBatchSampler:
         """A sampler over a new cache of random samples with SDXL's shapes, whose sizes are divided by `scale`."""
@@ -380,7 +371,7 @@ def difference(found: precache.Entries, right: precache.Entries) -> float:
 
 def check_flags(bench: Bench) -> str:
     """A trainer's TF32 and cuDNN settings do not change a bit of the stored entries."""
-    case = bench.case("flags", precache.models_of(), 8, torch.float32)
+    case = bench.case("flags", precache.models_of(), 8, dtype=torch.float32)
     before, precision = case.entries(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -438,9 +429,8 @@ def check_hooks(bench: Bench) -> str:
     from accelerate import cpu_offload_with_hook
 
     vae = tiny_part("vae")
-    case = bench.case(
-        "hooks", precache.models_of(vae=vae), 4, torch.float32
-    )  # in its own dtype; otherwise a copy would encode
+    # In its own dtype; otherwise a copy would encode.
+    case = bench.case("hooks", precache.models_of(vae=vae), 4, dtype=torch.float32)
     right = case.entries()
     hooked, _ = cpu_offload_with_hook(vae, bench.device)
     assert difference(case.entries(), right) == 0
@@ -587,7 +577,7 @@ def vae(bench: Bench) -> None:
     models = precache.models_of(vae=bench.vae(bench.half))
     for name, num_photos, photo_side in (("photos", 256, bench.side), ("photos of 12 megapixels", 128, 3500)):
         case = bench.case(name, models, 4 if bench.tiny else num_photos, photo_side=200 if bench.tiny else photo_side)
-        found = precache.images_case(case)
+        found = precache.images_case(case, bench.options.repetitions)
         per_s = found["per_s"]
         bench.add(f"precache of {name}", per_s["run"], "images/s")
         ceiling = min(per_s["encoder"], per_s["decode"])
@@ -598,7 +588,7 @@ def vae(bench: Bench) -> None:
 def text(bench: Bench) -> None:
     """Captions per second of both text encoders by batch size, and of precache."""
     parts = bench.texts(bench.half)
-    case = bench.case("text", precache.models_of(texts=parts), 1)
+    case = bench.case("text", precache.models_of(**parts), 1)
     chosen = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
     sizes = {chosen, *((2, 4) if bench.tiny else (16, 32, 64, 128, 256))}
     encoders = [parts["text_encoder"], parts["text_encoder_2"]]
@@ -617,7 +607,7 @@ def text(bench: Bench) -> None:
         prompts = bench.seconds({"encode_prompt": lambda: family.encode_text(parts, captions, recipe)})
     bench.add(f"chosen (batch {chosen}) over the best", found[chosen] / max(found.values()), "", least=0.95)
     bench.add("encode_prompt over the encoders alone", chosen / prompts["encode_prompt"] / found[chosen], "")
-    run = precache.captions_case(case, 8 if bench.tiny else 8192)
+    run = precache.captions_case(case, bench.options.repetitions, 8 if bench.tiny else 8192)
     bench.add("precache", run["per_s"]["run"], "captions/s")
     bench.add("precache over the encoders alone", run["fraction_of"]["encoder"]["median"], "", least=0.9)
 

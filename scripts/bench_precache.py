@@ -30,16 +30,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache` does it, before torch is loaded
 
 import numpy as np
 import torch
 from benchmarking import in_turns, make_parser, parse, ratios, run_parts, seconds_of, spread
-from diffusers import AutoencoderKL
 from PIL import Image
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from torch.nn.functional import interpolate
 
 from latentcache import Config, run_precache
 from latentcache.config import BucketsConfig, ImagesConfig
@@ -47,11 +46,10 @@ from latentcache.config_file import parse_config
 from latentcache.dataset.bucket_rules import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed, vae_batch_size
-from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import seeded, tiny_parts
-from latentcache.models.vae import DTYPES, encode_images
+from latentcache.models.tiny import frozen, seeded, tiny_part, tiny_parts
+from latentcache.models.vae import encode_images
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.report import Report
 from latentcache.precache.tasks import TEXT_BATCH_SIZE
@@ -60,110 +58,63 @@ from latentcache.types import Size
 
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
-
-
+SDXL_VAE = (128, 256, 512, 512)
+"""Channels per level."""
+SDXL_TEXTS = {"text_encoder": (768, 12, 12), "text_encoder_2": (1280, 32, 20)}
+"""Width, number of layers and number of heads of each text encoder."""
 Entries = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-class TextShape(NamedTuple):
-    """Dimensions of a CLIP text encoder."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    hidden_act: str
-
-
-SDXL_VAE = (128, 256, 512, 512)
-"""Channels per level."""
-CLIP_L = TextShape(768, 12, 12, "quick_gelu")
-CLIP_BIG_G = TextShape(1280, 32, 20, "gelu")
-
-
-def make_vae(channels: tuple[int, ...], dtype: torch.dtype, tile: int = 512) -> AutoencoderKL:
+def make_vae(channels: tuple[int, ...], dtype: torch.dtype, tile: int = 512) -> Any:
     """SDXL's VAE with other channels and tile sides and with random weights, on the CPU, frozen, in eval mode."""
+    tiny = tiny_part("vae")
+    sizes = {"block_out_channels": channels, "norm_num_groups": min(32, channels[0]), "sample_size": tile}
     with seeded(0):
-        vae = AutoencoderKL(
-            block_out_channels=channels,
-            down_block_types=("DownEncoderBlock2D",) * len(channels),
-            up_block_types=("UpDecoderBlock2D",) * len(channels),
-            layers_per_block=2,
-            latent_channels=4,
-            sample_size=tile,
-            norm_num_groups=min(32, channels[0]),
-            scaling_factor=SCALING_FACTOR,
-            force_upcast=False,
-        )
+        vae = type(tiny).from_config({**tiny.config, **sizes, "layers_per_block": 2, "force_upcast": False})
     return vae.to(dtype).eval().requires_grad_(False)
 
 
-def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> dict[str, Any]:
-    """Both text encoders with random weights, and byte tokenizers, which need no downloaded vocabulary."""
-    tokenizers = [tiny_parts()[name] for name in ("tokenizer", "tokenizer_2")]
-    with seeded(0):
-        encoders: list[Any] = [
-            kind(_text_config(shape, len(tokenizers[0])))
-            for kind, shape in ((CLIPTextModel, first), (CLIPTextModelWithProjection, second))
-        ]
-    ready = [encoder.to(dtype).eval().requires_grad_(False) for encoder in encoders]
-    names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-    return dict(zip(names, [*ready, *tokenizers], strict=True))
-
-
-def _text_config(shape: TextShape, vocab_size: int) -> CLIPTextConfig:
-    return CLIPTextConfig(
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.hidden_size * 4,
-        projection_dim=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        hidden_act=shape.hidden_act,
-        bos_token_id=vocab_size - 2,
-        eos_token_id=vocab_size - 1,
-        pad_token_id=vocab_size - 1,
-    )
-
-
-def models_of(vae: AutoencoderKL | None = None, texts: Mapping[str, Any] | None = None) -> LoadedModels:
-    """Models with these parts; the others are tiny."""
+def make_texts(sizes: Mapping[str, tuple[int, int, int]], dtype: torch.dtype) -> dict[str, Any]:
+    """The tiny model's tokenizers and text encoders. Those in `sizes` have other sizes (see `SDXL_TEXTS`)."""
     parts = tiny_parts()
-    if vae is not None:
-        parts["vae"] = vae
-    if texts is not None:
-        parts |= texts
-    return LoadedModels(**parts)
+    with seeded(0):
+        for name, (width, num_layers, num_heads) in sizes.items():
+            layers = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads}
+            widths = {"hidden_size": width, "intermediate_size": 4 * width, "projection_dim": width}
+            tiny = parts[name]
+            parts[name] = type(tiny)(type(tiny.config).from_dict({**tiny.config.to_dict(), **layers, **widths}))
+    return frozen({name: parts[name].to(dtype) for name in SDXL_TEXTS}) | {
+        name: parts[name] for name in ("tokenizer", "tokenizer_2")
+    }
+
+
+def models_of(**parts: Any) -> LoadedModels:
+    """Models with these parts; the others are tiny."""
+    return LoadedModels(**tiny_parts() | parts)
 
 
 def make_photos(folder: Path, num_photos: int, size: int) -> list[Path]:
     """Write square JPEG files with as much detail as photographs have, no two of them alike."""
     folder.mkdir(parents=True)
-    canvas = _canvas(np.random.default_rng(0), size)
+    # Noise at every scale, stronger at coarse scales, as in natural images.
+    generator = torch.Generator().manual_seed(0)
+    canvas = torch.full((1, 3, size, size), 128.0)
+    for level in range(1, size.bit_length()):
+        noise = torch.randn((1, 3, 2**level, 2**level), generator=generator)
+        canvas += 100 * 0.6**level * interpolate(noise, (size, size), mode="bicubic")
+    pixels = canvas[0].movedim(0, -1).clip(0, 255).byte().numpy()
 
     def make(number: int) -> Path:
         # Rotated, rolled and tinted: drawing each from scratch would take longer than the benchmark.
         generator = np.random.default_rng(number)
-        pixels = np.roll(np.rot90(canvas, number % 4), int(generator.integers(size)), axis=number % 2)
+        moved = np.roll(np.rot90(pixels, number % 4), int(generator.integers(size)), axis=number % 2)
         path = folder / f"{number:05d}.jpg"
-        tinted = pixels // 8 * 7 + generator.integers(0, 24, 3, dtype=np.uint8)
+        tinted = moved // 8 * 7 + generator.integers(0, 24, 3, dtype=np.uint8)
         Image.fromarray(tinted).save(path, quality=JPEG_QUALITY)
         return path
 
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         return list(executor.map(make, range(num_photos)))
-
-
-def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
-    """Noise at every scale, stronger at coarse scales, as in natural images. uint8 [size, size, 3]."""
-    total = np.zeros((size, size, 3), np.float32)
-    step, strength = 2, 60.0
-    while step <= size:
-        noise = generator.standard_normal((step, step, 3)).astype(np.float32)
-        for channel in range(3):
-            layer = Image.fromarray(noise[..., channel]).resize((size, size), Image.Resampling.BICUBIC)
-            total[..., channel] += strength * np.asarray(layer)
-        step, strength = step * 2, strength * 0.6
-    return np.clip(total + 128, 0, 255).astype(np.uint8)
 
 
 # What is measured -----------------------------------------------------------------------------------------------------
@@ -172,21 +123,21 @@ def _canvas(generator: np.random.Generator, size: int) -> np.ndarray:
 class Case:
     """New photos and models, and runs of precache over them, each into a new cache.
 
-    `side` is the side of the bucket and `photo_side` that of the JPEG files, in pixels. `options` gives the device, the
-    dtype and the repetitions.
+    The models compute in `dtype`. `side` is the side of the bucket and `photo_side` that of the JPEG files, in pixels.
     """
 
     def __init__(
         self,
         folder: Path,
         models: LoadedModels,
-        options: argparse.Namespace,
         num_photos: int,
         side: int,
         photo_side: int | None = None,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
     ):
-        self.folder, self.models, self.options, self.side = folder, models, options, side
-        self.device, self.dtype = device_named(options.device), DTYPES[options.dtype]
+        self.folder, self.models, self.side = folder, models, side
+        self.device, self.dtype = device_named(str(device)), dtype
         self.paths = make_photos(folder / "photos", num_photos, photo_side or side)
         self._numbers = itertools.count()
 
@@ -197,13 +148,8 @@ class Case:
             "buckets": {"area": self.side**2, "step": 8, "max_aspect": 1.0},
             "images": {"min_side": 8},
         }
-        encode |= {
-            "device": self.options.device,
-            "vae_dtype": self.options.dtype,
-            "text_dtype": self.options.dtype,
-            "store_dtype": "float16",
-            "image_output": "mean",
-        }
+        dtypes = dict.fromkeys(("vae_dtype", "text_dtype"), str(self.dtype).removeprefix("torch."))
+        encode |= {"device": str(self.device), **dtypes, "store_dtype": "float16", "image_output": "mean"}
         path = self.folder / f"cache-{next(self._numbers)}"
         return parse_config({"cache": {"path": path}, "datasets": [dataset], "encode": encode})
 
@@ -260,11 +206,11 @@ def alone(encode: Callable[[Any], object], batches: Sequence[Any], device: torch
     return time.perf_counter() - start
 
 
-def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
-    """Measure a run over `count` items and its ceilings."""
+def in_rounds(case: Case, rounds: int, count: int, methods: Mapping[str, Callable[[], float]]) -> dict[str, Any]:
+    """Measure a run over `count` items and its ceilings in this number of rounds."""
     case.run()  # the first run imports, allocates and compiles
     methods = {"run": case.run, **methods}
-    seconds = in_turns(methods, case.options.repetitions)
+    seconds = in_turns(methods, rounds)
     return {
         "count": count,
         "per_s": {name: count / spread(values)["median"] for name, values in seconds.items()},
@@ -272,7 +218,7 @@ def in_rounds(case: Case, count: int, methods: Mapping[str, Callable[[], float]]
     }
 
 
-def images_case(case: Case) -> dict[str, Any]:
+def images_case(case: Case, rounds: int) -> dict[str, Any]:
     """`run` against the encoder and the decoders, over the photos of the case."""
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         pixels = [torch.from_numpy(array) for array in executor.map(case.read, case.paths)]
@@ -289,10 +235,10 @@ def images_case(case: Case) -> dict[str, Any]:
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             return seconds_of(lambda: list(executor.map(case.read, case.paths)))
 
-    return in_rounds(case, len(case.paths), {"encoder": encoder_alone, "decode": decoders_alone})
+    return in_rounds(case, rounds, len(case.paths), {"encoder": encoder_alone, "decode": decoders_alone})
 
 
-def captions_case(case: Case, num_captions: int) -> dict[str, Any]:
+def captions_case(case: Case, rounds: int, num_captions: int) -> dict[str, Any]:
     """`run` over `num_captions` captions of the first photo, against the text encoders alone.
 
     Captions have a few words each and are unique. The run also encodes the empty caption, so it is included here.
@@ -319,35 +265,31 @@ def captions_case(case: Case, num_captions: int) -> dict[str, Any]:
         with placed(encoders[0], case.device), placed(encoders[1], case.device), torch.no_grad():
             return alone(encode, batches, case.device)
 
-    return in_rounds(case, len(captions), {"encoder": encoders_alone})
+    return in_rounds(case, rounds, len(captions), {"encoder": encoders_alone})
 
 
 def encoder_bound(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    channels, side = ((8, 8, 16, 16), 64) if options.tiny else ((64, 128, 256, 256), 256)
-    models = models_of(make_vae(channels, DTYPES[options.dtype]))
-    return images_case(Case(folder, models, options, 3 if options.tiny else 32, side)) | {"wanted": 0.95}
+    num_photos, side, channels = (3, 64, (8, 8, 16, 16)) if options.tiny else (32, 256, (64, 128, 256, 256))
+    case = Case(folder, models_of(vae=make_vae(channels, torch.float32)), num_photos, side)
+    return images_case(case, options.repetitions) | {"wanted": 0.95}
 
 
 def decode_bound(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     num_photos, photo_side = (3, 200) if options.tiny else (48, 3500)
-    return images_case(Case(folder, models_of(), options, num_photos, 64, photo_side)) | {"wanted": 0.9}
+    return images_case(Case(folder, models_of(), num_photos, 64, photo_side), options.repetitions) | {"wanted": 0.9}
 
 
 def captions(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    encoders = TextShape(256, 12, 4, "quick_gelu"), TextShape(384, 16, 6, "gelu")
-    if options.tiny:
-        encoders = TextShape(16, 2, 2, "quick_gelu"), TextShape(16, 3, 2, "gelu")
-    models = models_of(texts=make_texts(*encoders, DTYPES[options.dtype]))
-    return captions_case(Case(folder, models, options, 1, 64), 5 if options.tiny else 192) | {"wanted": 0.95}
+    sizes = {} if options.tiny else {"text_encoder": (256, 12, 4), "text_encoder_2": (384, 16, 6)}
+    case = Case(folder, models_of(**make_texts(sizes, torch.float32)), 1, 64)
+    return captions_case(case, options.repetitions, 5 if options.tiny else 192) | {"wanted": 0.95}
 
 
 PARTS = {"encoder_bound": encoder_bound, "decode_bound": decode_bound, "captions": captions}
 
 
 def main() -> int:
-    options = parse(make_parser(__doc__, PARTS))
-    options.device, options.dtype = "cpu", "float32"
-    return run_parts(PARTS, options)
+    return run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
 
 
 if __name__ == "__main__":
