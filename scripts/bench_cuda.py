@@ -16,13 +16,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
-from itertools import islice, product
+from itertools import islice, product, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +36,6 @@ import torch
 from benchmarking import in_turns, make_cache, make_parser, run_parts, seconds_of, spread
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, Phases, run_precache
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -46,7 +46,7 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.models import vae as vae_module
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import free_cached_memory, is_out_of_memory, weight_bytes
-from latentcache.models.tiny import seeded, tiny_part
+from latentcache.models.tiny import seeded, tiny_denoiser, tiny_part
 from latentcache.models.vae import decode_fitting, decode_latents, encode_images
 from latentcache.phases.phases import Phase
 from latentcache.precache.encodings import choose_encodings
@@ -57,8 +57,18 @@ VAE_TFLOP = {"encode": 4.88, "decode": 10.47}
 """TFLOP per image of 1024x1024 pixels in SDXL's VAE, counted with torch.utils.flop_counter.FlopCounterMode."""
 SLEEP_CYCLES = 20_000_000
 """How long the device sleeps before each upload in the race check: about 10 ms."""
-TINY = 16
-"""Divisor of the image sides and layer widths for --tiny."""
+SDXL_UNET = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "norm_num_groups": 32,
+    "layers_per_block": 2,
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+"""What SDXL's UNet has other than the tiny one."""
 LAYOUTS = torch.contiguous_format, torch.channels_last
 MAX_GROWTH = 4 << 20
 """Allowed growth of reserved memory in bytes: two small blocks of torch's allocator."""
@@ -75,7 +85,7 @@ class Bench:
         self.device = device_named(options.device)
         self.module = torch.get_device_module(self.device)
         self.overlaps = transfer_to(self.device).overlaps
-        self.side, self.scale = (64, TINY) if self.tiny else (1024, 1)
+        self.side = 64 if self.tiny else 1024
         is_cpu = self.device.type == "cpu"
         self.half = torch.float32 if is_cpu else torch.float16
         self.train_dtype = torch.float32 if is_cpu else torch.bfloat16
@@ -202,37 +212,22 @@ class Bench:
         """SDXL's text encoders with random weights, on the CPU."""
         return precache.make_texts({} if self.tiny else precache.SDXL_TEXTS, dtype)
 
-    def unet(self, scale: int) -> Any:
-        """SDXL's UNet with random weights, on the device. `scale` divides the layer widths."""
-        from diffusers import UNet2DConditionModel
-
+    def unet(self, *, tiny: bool) -> Any:
+        """SDXL's UNet with random weights, or a tiny one, on the device."""
+        small = tiny_denoiser()
         with torch.device(self.device), seeded(0):
-            unet = UNet2DConditionModel(
-                sample_size=128 // scale,
-                block_out_channels=tuple(width // scale for width in (320, 640, 1280)),
-                norm_num_groups=32 if scale == 1 else 4,
-                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-                layers_per_block=2 if scale == 1 else 1,
-                transformer_layers_per_block=(1, 2, 10) if scale == 1 else 1,
-                attention_head_dim=(5, 10, 20),
-                cross_attention_dim=2048 // scale,
-                addition_embed_type="text_time",
-                addition_time_embed_dim=256 // scale,
-                projection_class_embeddings_input_dim=2816 // scale,
-                use_linear_projection=True,
-            )
-        return unet.to(self.train_dtype)
+            unet = small if tiny else type(small).from_config({**small.config, **SDXL_UNET})
+        return unet.to(self.device, self.train_dtype)
 
     def case(self, name: str, models: LoadedModels, num_photos: int, **options: Any) -> precache.Case:
         """Runs of precache over `num_photos` photos. The models compute in `dtype` (default: `half`)."""
         options = {"device": self.device, "dtype": self.half, **options}
         return precache.Case(self.folder / name, models, num_photos, self.side, **options)
 
-    def sampler(self, name: str, num_samples: int, batch_size: int, scale: int) -> BucketBatchSampler:
-        """A sampler over a new cache of random samples with SDXL's shapes, whose sizes are divided by `scale`."""
-        make_cache(self.folder / name, num_samples, scale)
-        return BucketBatchSampler(LatentDataset(self.folder / name), batch_size, seed=0)
+    def sampler(self, num_samples: int, batch_size: int, *, tiny: bool = True) -> BucketBatchSampler:
+        """A sampler over a new cache of random samples with SDXL's shapes, or tiny ones."""
+        make_cache(self.folder / "samples", num_samples, tiny=tiny)
+        return BucketBatchSampler(LatentDataset(self.folder / "samples"), batch_size, seed=0)
 
     def loader(self, sampler: BucketBatchSampler, **options: Any) -> LatentLoader:
         """A loader configured as for training on the device."""
@@ -245,14 +240,14 @@ class Bench:
 class Step:
     """A LoRA of SDXL's UNet in bfloat16 with gradient checkpointing, and its optimizer."""
 
-    def __init__(self, bench: Bench, scale: int | None = None):
+    def __init__(self, bench: Bench, *, tiny: bool):
         from diffusers.training_utils import cast_training_params
         from peft import LoraConfig
 
         self.device, self.dtype = bench.device, bench.train_dtype
         self.family = family_named(DEFAULT)
         self.schedule = NoiseSchedule.of(tiny_part("scheduler")).to(self.device)
-        self.unet = bench.unet(scale or bench.scale).requires_grad_(False).train()
+        self.unet = bench.unet(tiny=tiny).requires_grad_(False).train()
         self.unet.add_adapter(LoraConfig(r=16, target_modules=[*self.family.lora_targets]))
         cast_training_params(self.unet, torch.float32)
         self.unet.enable_gradient_checkpointing()
@@ -283,7 +278,7 @@ def check_batches(bench: Bench) -> str:
     device without an index.
     """
     sleep = getattr(bench.module, "_sleep", lambda cycles: None)
-    sampler = bench.sampler("races", 32, 4, TINY)
+    sampler = bench.sampler(32, 4)
     kind = type(transfer_to(bench.device))
     send = kind.send
 
@@ -298,7 +293,7 @@ def check_batches(bench: Bench) -> str:
         side, held = 64 if bench.tiny else 2048, list[tuple[torch.Tensor, torch.Tensor]]()
         busy = torch.randn(side, side, device=device)
         with (
-            LatentCache(bench.folder / "races") as cache,
+            LatentCache(bench.folder / "samples") as cache,
             LatentLoader(sampler, device=device, output="moments") as loader,
         ):
             for batch in islice(loader.forever(), 4 * len(sampler)):
@@ -334,8 +329,8 @@ def check_syncs(bench: Bench) -> str:
 
     On a device without a sync debug mode, `Reads` watches this thread instead, and the loader reads in it.
     """
-    told, training = bench.can("set_sync_debug_mode"), Step(bench, TINY)
-    sampler = bench.sampler("syncs", 16, 4, TINY)
+    told, training = bench.can("set_sync_debug_mode"), Step(bench, tiny=True)
+    sampler = bench.sampler(16, 4)
     with bench.loader(sampler, prefetch=2 if told else 0) as loader, ExitStack() as watching:
         batches = loader.forever()
         training.run(next(batches))
@@ -351,7 +346,7 @@ def check_syncs(bench: Bench) -> str:
 
 def check_memory(bench: Bench) -> str:
     """Memory after 40 epochs is what it was after 4."""
-    sampler, held = bench.sampler("memory", 16, 4, 8), []
+    sampler, held = bench.sampler(16, 4), []
     with bench.loader(sampler) as loader:
         batches = loader.forever()
         for num_epochs in (4, 36):
@@ -528,11 +523,13 @@ def ceilings(bench: Bench) -> None:
         bench.add(name, flops / 1e12, "TFLOP/s")
 
 
-def rates(bench: Bench, name: str, sizes: Collection[int], encode: Callable[[int], Any], unit: str) -> dict[int, float]:
+def rates(
+    bench: Bench, name: str, sizes: Collection[int], encode: Callable[[Any], Any], items: torch.Tensor, unit: str
+) -> dict[int, float]:
     """Items per second for each batch size that fits into memory. Records rates and peak memory."""
     found = {}
     for size in sorted(sizes):
-        label, method = f"{name}batch {size}", partial(encode, size)
+        label, method = f"{name}batch {size}", partial(encode, items[:size])
         try:
             found[size] = size / bench.seconds({label: method})[label]
         except RuntimeError as error:
@@ -552,33 +549,22 @@ def vae(bench: Bench) -> None:
     chosen = vae_batch_size(bench.device, bench.half, bench.side**2)[0]
     sizes = {chosen, *((1, 2) if bench.tiny else (1, 2, 4, 8, 16))}
     pixels = torch.randint(0, 256, (max(sizes), bench.side, bench.side, 3), dtype=torch.uint8).to(bench.device)
-    best = dict.fromkeys(dtypes, 0.0)
-    usual = 0.0
-
-    def encode(model: Any, size: int) -> None:
-        encode_images(model, pixels[:size])
-
+    found = {}
     for dtype, layout in product(dtypes, LAYOUTS):
         model = bench.vae(dtype).to(bench.device, memory_format=layout)
         name = f"{dtype}, {layout}, ".replace("torch.", "")
-        per_s = rates(bench, name, sizes, partial(encode, model), "images/s")
-        if dtype is bench.half and layout is torch.contiguous_format:
-            usual = per_s[chosen]
-        best[dtype] = max(best[dtype], *per_s.values())
+        found[dtype, layout] = rates(bench, name, sizes, partial(encode_images, model), pixels, "images/s")
         if not bench.tiny:
-            bench.add(f"{name}best", max(per_s.values()) * VAE_TFLOP["encode"], "TFLOP/s")
-        del model
-        bench.free()
+            bench.add(f"{name}best", max(found[dtype, layout].values()) * VAE_TFLOP["encode"], "TFLOP/s")
+    best = {dtype: max(rate for layout in LAYOUTS for rate in found[dtype, layout].values()) for dtype in dtypes}
     if not bench.tiny:
         bench.add("best over a convolution", bench.over_conv(max(best.values()), "encode"), "", least=0.6)
-    bench.add(
-        f"what precache uses (batch {chosen}) over the best of its dtype", usual / best[bench.half], "", least=0.97
-    )
+    share = found[bench.half, torch.contiguous_format][chosen] / best[bench.half]
+    bench.add(f"what precache uses (batch {chosen}) over the best of its dtype", share, "", least=0.97)
     models = precache.models_of(vae=bench.vae(bench.half))
     for name, num_photos, photo_side in (("photos", 256, bench.side), ("photos of 12 megapixels", 128, 3500)):
         case = bench.case(name, models, 4 if bench.tiny else num_photos, photo_side=200 if bench.tiny else photo_side)
-        found = precache.images_case(case, bench.options.repetitions)
-        per_s = found["per_s"]
+        per_s = precache.images_case(case, bench.options.repetitions)["per_s"]
         bench.add(f"precache of {name}", per_s["run"], "images/s")
         ceiling = min(per_s["encoder"], per_s["decode"])
         bench.add(f"precache of {name} over its ceiling", per_s["run"] / ceiling, "", least=0.95)
@@ -598,12 +584,12 @@ def text(bench: Bench) -> None:
     recipe = family.text_recipe()
     captions = family.tokenize(parts, [f"caption {number}" for number in range(chosen)])
 
-    def encode(size: int) -> None:
+    def encode(ids: torch.Tensor) -> None:
         for encoder in encoders:
-            encoder(ids[:size], output_hidden_states=True)
+            encoder(ids, output_hidden_states=True)
 
     with placed(encoders[0], bench.device), placed(encoders[1], bench.device), torch.no_grad():
-        found = rates(bench, "", sizes, encode, "captions/s")
+        found = rates(bench, "", sizes, encode, ids, "captions/s")
         prompts = bench.seconds({"encode_prompt": lambda: family.encode_text(parts, captions, recipe)})
     bench.add(f"chosen (batch {chosen}) over the best", found[chosen] / max(found.values()), "", least=0.95)
     bench.add("encode_prompt over the encoders alone", chosen / prompts["encode_prompt"] / found[chosen], "")
@@ -635,47 +621,34 @@ def copies(bench: Bench) -> None:
 
 
 def step(bench: Bench) -> None:
-    """Real LoRA steps with our loader and with a DataLoader, against the same steps on one fixed batch."""
-    training, num_steps = Step(bench), 2 if bench.tiny else 12
-    sampler = bench.sampler("steps", 8 if bench.tiny else 512, 2 if bench.tiny else 4, bench.scale)
-    dataset = sampler.dataset
-    again = BucketBatchSampler(dataset, sampler.batch_size, seed=0)
-    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "pin_memory": bench.overlaps}
-    theirs = DataLoader(dataset, batch_sampler=again, **options)
-    waited: dict[str, list[float]] = {"loader": [], "DataLoader": [], "one batch": []}
+    """Real LoRA steps with our loader, against the same steps on one fixed batch."""
+    training, num_steps = Step(bench, tiny=bench.tiny), 2 if bench.tiny else 12
+    waited: list[float] = []
+    sampler = bench.sampler(8 if bench.tiny else 512, 2 if bench.tiny else 4, tiny=bench.tiny)
 
-    def placed_batches() -> Iterator[Batch]:
-        while True:
-            for batch in theirs:
-                yield dataset.place(batch, device=bench.device, dtype=torch.float32, scaled=True)
-
-    def steps(name: str) -> None:
+    def steps(batches: Iterator[Batch], waited: list[float]) -> None:
         for _ in range(num_steps):
             start = time.perf_counter()
-            batch = next(batches[name])
-            waited[name].append(time.perf_counter() - start)
+            batch = next(batches)
+            waited.append(time.perf_counter() - start)
             training.run(batch)
 
-    batches: dict[str, Any] = {"DataLoader": placed_batches()}
-    fixed = next(batches["DataLoader"])  # forks its workers before our loader starts a thread
-    batches["one batch"] = iter(lambda: fixed, None)
-    training.run(fixed)
     with bench.loader(sampler) as loader:
-        batches["loader"] = loader.forever()
-        next(batches["loader"])
-        taken = bench.seconds({name: partial(steps, name) for name in waited}, warm=False)
-        batches["DataLoader"].close()
-    bench.add("step", taken["one batch"] / num_steps * 1e3, "ms")
-    for name, most, share in (("loader", 1.01, 0.005), ("DataLoader", None, None)):
-        bench.add(f"step with the {name} over one batch", taken[name] / taken["one batch"], "", most=most)
-        mean = sum(waited[name]) / len(waited[name])
-        bench.add(f"waiting for the {name}, share of a step", mean * num_steps / taken[name], "", most=share)
-        bench.add(f"waiting for the {name}, p99", float(np.quantile(waited[name], 0.99)) * 1e3, "ms")
+        batches = loader.forever()
+        fixed = next(batches)
+        training.run(fixed)
+        ways = {"loader": partial(steps, batches, waited), "one batch": partial(steps, repeat(fixed), [])}
+        seconds = bench.seconds(ways, warm=False)
+    bench.add("step", seconds["one batch"] / num_steps * 1e3, "ms")
+    bench.add("step with the loader over one batch", seconds["loader"] / seconds["one batch"], "", most=1.01)
+    share = statistics.mean(waited) * num_steps / seconds["loader"]
+    bench.add("waiting for the loader, share of a step", share, "", most=0.005)
+    bench.add("waiting for the loader, p99", float(np.quantile(waited, 0.99)) * 1e3, "ms")
 
 
 def phases(bench: Bench) -> None:
     """Phase switches with SDXL's parts: the UNet is trained on the device, the others are parked."""
-    training = Step(bench)
+    training = Step(bench, tiny=bench.tiny)
     parts = {"unet": training.unet, "optimizer": training.optimizer, "vae": bench.vae(torch.float32)}
     parts |= {name: part for name, part in bench.texts(bench.train_dtype).items() if isinstance(part, torch.nn.Module)}
     switch = Phases(parts, device=bench.device)
@@ -708,7 +681,7 @@ def phases(bench: Bench) -> None:
     bench.add(
         "memory reserved after the switches over before", bench.num_bytes("memory_reserved") / reserved, "", most=1.01
     )
-    with bench.loader(bench.sampler("phases", 8, 2 if bench.tiny else 4, bench.scale)) as loader:
+    with bench.loader(bench.sampler(8, 2 if bench.tiny else 4, tiny=bench.tiny)) as loader:
         batch = next(loader.forever())
     usual = bench.seconds({"step": partial(training.run, batch)})["step"]
     entered("enter and leave validate")
@@ -745,7 +718,7 @@ def decode(bench: Bench) -> None:
 
 def checkpoint(bench: Bench) -> None:
     """Save and load a LoRA with its optimizer, and the whole UNet."""
-    training, path = Step(bench), bench.folder / "checkpoint"
+    training, path = Step(bench, tiny=bench.tiny), bench.folder / "checkpoint"
     for parameter in training.parameters:
         parameter.grad = torch.zeros_like(parameter)
     training.optimizer.step()  # creates the moments
@@ -766,22 +739,10 @@ def checkpoint(bench: Bench) -> None:
         bench.add(f"load {name}, over a pageable copy", taken["load"] / upload, "")
 
 
-CHECKS: dict[str, Callable[[Bench], str | None]] = {
-    "batches": check_batches,
-    "syncs": check_syncs,
-    "memory": check_memory,
-    "flags": check_flags,
-    "numbers": check_numbers,
-    "halving": check_halving,
-    "hooks": check_hooks,
-    "ddp": check_ddp,
-    "leaving": check_leaving,
-    "validation": check_validation,
-}
-RATES: dict[str, Callable[[Bench], None]] = {
+CHECKS = {name.removeprefix("check_"): part for name, part in [*globals().items()] if name.startswith("check_")}
+PARTS: dict[str, Callable[[Bench], str | None]] = CHECKS | {
     each.__name__: each for each in (ceilings, vae, text, copies, step, phases, decode, checkpoint)
 }
-PARTS = CHECKS | RATES
 
 
 def main() -> int:

@@ -222,26 +222,21 @@ def write_manifest(cache: Path, name: str, samples: Mapping[str, tuple[Size, str
     ManifestFolder(cache / "manifests").write(Manifest(name, "train", 1, common, RowTable.of(rows)))
 
 
-def make_cache(path: Path, num_samples: int, scale: int) -> None:
+def make_cache(path: Path, num_samples: int, *, tiny: bool) -> None:
     """Write a cache of random moments and embeddings, with half of the samples in each of two buckets.
 
-    `scale` divides the image sides and the embedding widths.
+    Shapes are SDXL's, or those of the tiny model with a sixteenth of the image sides.
     """
     generator = torch.Generator().manual_seed(0)
+    sizes = [Size(height // 16, width // 16) if tiny else Size(height, width) for height, width in BUCKETS]
+    text = {"prompt_embeds": (77, 72), "pooled_prompt_embeds": (40,)} if tiny else SHAPES["text"]
 
-    def size_of(number: int) -> Size:
-        height, width = BUCKETS[number % 2]
-        return Size(height // scale, width // scale)
-
-    def values(number: int) -> dict[str, dict[str, torch.Tensor]]:
-        def half(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).half()
-
-        height, width = size_of(number)
-        embeds, pooled = half(77, 2048 // scale), half(1280 // scale)
+    def values(number: int) -> dict[str, Tensors]:
+        height, width = sizes[number % 2]
+        shapes = {"image": {"moments": (8, height // 8, width // 8)}, "text": text}
         return {
-            "image": {"moments": half(8, height // 8, width // 8)},
-            "text": {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled},
+            kind: {name: torch.randn(shape, generator=generator).half() for name, shape in fields.items()}
+            for kind, fields in shapes.items()
         }
 
-    write_cache(path, num_samples, values, size_of)
+    write_cache(path, num_samples, values, lambda number: sizes[number % 2])

@@ -63,7 +63,7 @@ FIGURES = {
     "vae": {"float32, channels_last, batch 2", "precache of photos of 12 megapixels over its ceiling"},
     "text": {"batch 4", "encode_prompt over the encoders alone", "precache over the encoders alone"},
     "copies": {"batch of 16 over one copy", "clip over one copy"},
-    "step": {"step with the loader over one batch", "step with the DataLoader over one batch"},
+    "step": {"step with the loader over one batch", "waiting for the loader, p99"},
     "phases": {"lend the VAE, rate", "park all and bring it back"},
     "decode": {"decode an image whole", "decode an image in tiles"},
     "checkpoint": {"load a LoRA and AdamW, over a pageable copy", "load the UNet, over a pageable copy"},
