@@ -32,7 +32,7 @@ from unittest.mock import patch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from benchmarking import in_turns, make_parser, parse, ratios, run_parts, seconds_of, spread
+from benchmarking import in_turns, make_parser, ratios, run_parts, seconds_of, spread
 from helpers import pipeline_host, pipeline_modules
 from helpers.pipeline_sdxl import RECORDED, concept
 
@@ -135,6 +135,7 @@ class Bench:
 
 
 def sdxl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
     num_samples, scale = (6, 16) if options.tiny else (1000, 1)
     found = {}
     with (
@@ -159,11 +160,5 @@ def sdxl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 PARTS = {"sdxl": sdxl}
 
-
-def main() -> int:
-    torch.set_num_threads(1)
-    return run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, make_parser(__doc__, PARTS).parse_args()))

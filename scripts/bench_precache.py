@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache`
 
 import numpy as np
 import torch
-from benchmarking import in_turns, make_parser, parse, ratios, run_parts, seconds_of, spread
+from benchmarking import in_turns, make_parser, ratios, run_parts, seconds_of, spread
 from PIL import Image
 from torch.nn.functional import interpolate
 
@@ -287,10 +287,5 @@ def captions(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 PARTS = {"encoder_bound": encoder_bound, "decode_bound": decode_bound, "captions": captions}
 
-
-def main() -> int:
-    return run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, make_parser(__doc__, PARTS).parse_args()))

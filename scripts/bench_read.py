@@ -24,7 +24,6 @@ The host of a virtual machine may still cache dropped files, so trust the ratios
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import random
 import statistics
@@ -42,10 +41,10 @@ import safetensors.torch
 import torch
 from benchmarking import (
     SHAPES,
+    TINY_SHAPES,
     Tensors,
     in_turns,
     make_parser,
-    parse,
     ratios,
     run_parts,
     seconds_of,
@@ -60,10 +59,6 @@ NUM_REPEATED = 256
 """Distinct values in the cold parts; bounds the memory that they need."""
 ROUNDS_AT_PACE = 5
 """Factor on the number of rounds of methods that run at memory speed."""
-TINY_SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "image": {"latents": (4, 8, 8)},
-    "text": {"prompt_embeds": (7, 16), "pooled_prompt_embeds": (8,)},
-}
 Batches = Sequence[Sequence[int]]
 Method = Callable[[Batches], None]
 Save = Callable[[Tensors, Path], Any]
@@ -82,8 +77,7 @@ class Samples:
             for shapes in self.shapes.values()
             for name, shape in shapes.items()
         }
-        self.rows = {name: list(as_rows(field)) for name, field in self.fields.items()}
-        self.row_bytes = sum(rows[0].nbytes for rows in self.rows.values())
+        self.row_bytes = sum(field[0].nbytes for field in self.fields.values())
 
     def values(self, number: int) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by kind. They are copies, because saving a view would save its whole base."""
@@ -101,10 +95,6 @@ class Samples:
             assert torch.equal(batch[name], field[[int(each) % len(field) for each in batch["sample_id"]]]), name
 
 
-def as_rows(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.view(torch.uint8).numpy().reshape(len(tensor), -1)
-
-
 def batches_of(options: argparse.Namespace, seed: int, batch_size: int = BATCH) -> Batches:
     """Batches of random samples without repetition."""
     order = random.Random(seed).sample(range(options.num_samples), options.num_read)
@@ -112,8 +102,9 @@ def batches_of(options: argparse.Namespace, seed: int, batch_size: int = BATCH) 
 
 
 def limit(samples: Samples, batch_size: int) -> Method:
+    sources = [field.view(torch.uint8).flatten(1).numpy() for field in samples.fields.values()]
     # np.zeros allocates lazily; the untimed pass touches the pages.
-    fields = [(np.zeros((batch_size, rows[0].nbytes), np.uint8), rows) for rows in samples.rows.values()]
+    fields = [(np.zeros((batch_size, rows.shape[1]), np.uint8), list(rows)) for rows in sources]
 
     def read(batches: Batches) -> None:
         for numbers in batches:
@@ -128,20 +119,6 @@ def ours(cache: LatentCache) -> Method:
     def read(batches: Batches) -> None:
         for numbers in batches:
             cache.batch([str(number) for number in numbers], device="cpu")
-
-    return read
-
-
-def loader(dataset: LatentDataset, batch_size: int, check: Callable[[Mapping[str, Any]], None]) -> Method:
-    """Batches in the sampler's order, without prefetching. Two epochs are checked first."""
-    made = LatentLoader(BucketBatchSampler(dataset, batch_size, drop_last=True), device="cpu", prefetch=0)
-    batches = made.forever()
-    for _ in range(2 * len(made)):
-        check(next(batches))
-
-    def read(wanted: Batches) -> None:
-        for _ in wanted:
-            next(batches)
 
     return read
 
@@ -202,7 +179,7 @@ def warm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     samples = Samples(options, options.num_samples)
     samples.write(folder / "cache")
     peers = {name: make_peer(folder / name, samples, name) for name in PEERS}
-    ratio: dict[str, dict[str, Any]] = {"batch": {}, "loader": {}}
+    ratio: dict[str, dict[str, float]] = {}
     times: dict[str, dict[str, float]] = {}
 
     def in_rounds(ways: Mapping[str, Method], num_rounds: int, label: str, size: int = BATCH) -> dict[str, list[float]]:
@@ -212,20 +189,15 @@ def warm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         times[label] = us_per_sample(seconds, options.num_read)
         return seconds
 
-    dataset = LatentDataset(folder / "cache")
-    for size in options.batch_sizes:
-        ways = {
-            "limit": limit(samples, size),
-            "batch": ours(dataset.cache),
-            "loader": loader(dataset, size, samples.check),
-        }
-        num_rounds = options.repetitions * (1 if options.tiny else ROUNDS_AT_PACE)
-        seconds = in_rounds(ways, num_rounds, str(size), size)
-        for name, found in ratio.items():
-            found[str(size)] = ratios(seconds[name], seconds["limit"])
-    ways = {"limit": limit(samples, BATCH), "ours": ours(dataset.cache)}
-    seconds = in_rounds(ways | peers, options.repetitions, "beside_peers")
-    dataset.cache.close()
+    with LatentCache(folder / "cache") as cache:
+        for numbers in batches_of(options, 0):
+            samples.check(cache.batch([str(number) for number in numbers], device="cpu"))
+        for size in options.batch_sizes:
+            num_rounds = options.repetitions * (1 if options.tiny else ROUNDS_AT_PACE)
+            seconds = in_rounds({"limit": limit(samples, size), "batch": ours(cache)}, num_rounds, str(size), size)
+            ratio[str(size)] = ratios(seconds["batch"], seconds["limit"])
+        ways = {"limit": limit(samples, BATCH), "ours": ours(cache)}
+        seconds = in_rounds(ways | peers, options.repetitions, "beside_peers")
     return {
         "sample_bytes": samples.row_bytes,
         "ratio_to_limit": ratio,
@@ -258,9 +230,7 @@ def take_back(num_bytes: int) -> None:
     The host of a virtual machine reclaims free memory after a while, and using such a page again costs a fault in the
     host. Bare metal has no such cost.
     """
-    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        for offset in range(0, num_bytes, mmap.PAGESIZE):
-            memory[offset] = 1
+    np.ones(num_bytes, np.uint8)
 
 
 class Cold:
@@ -387,7 +357,7 @@ def main() -> int:
     parser = make_parser(__doc__, PARTS)
     parser.add_argument("--num_samples", type=int, default=4000)
     parser.add_argument("--window", type=int, default=4, help="packs mixed by pack order (default: %(default)s)")
-    options = parse(parser)
+    options = parser.parse_args()
     options.num_read, options.batch_sizes = 1024, [4, 16, 64]
     if options.tiny:
         options.num_samples, options.num_read, options.batch_sizes = 96, 32, [4, 16]

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarking import make_parser, memory_bytes, parse, run_parts, seconds_of, spread
+from benchmarking import make_parser, memory_bytes, run_parts, seconds_of, spread
 from PIL import Image
 
 from latentcache.config import Config
@@ -248,10 +248,5 @@ def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
 
 PARTS = {"index": index, "manifest": manifest, "replan": replan}
 
-
-def main() -> int:
-    return run_parts(PARTS, parse(make_parser(__doc__, PARTS)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, make_parser(__doc__, PARTS).parse_args()))

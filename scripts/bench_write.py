@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from multiprocessing.synchronize import Barrier
@@ -31,7 +31,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from benchmarking import SHAPES, in_turns, make_parser, parse, ratios, run_parts, spread
+from benchmarking import SHAPES, TINY_SHAPES, Shapes, in_turns, make_parser, ratios, run_parts, spread
 
 from latentcache.identity import key_of
 from latentcache.store.disk import DiskStore
@@ -79,18 +79,15 @@ def into_files(folder: Path) -> Iterator[Write]:
 METHODS: dict[str, Callable[[Path], AbstractContextManager[Write]]] = {"packs": into_packs, "files": into_files}
 
 
-def entries_of(case: str, first: int, num_entries: int, scale: int) -> Iterator[Entry]:
-    """Entries numbered from `first` with random values. `scale` divides the last side of their tensors."""
-    generator = torch.Generator().manual_seed(first)
+def entries_of(case: str, numbers: range, shapes: Mapping[str, Shapes]) -> Iterator[Entry]:
+    """Entries with these numbers and random values."""
+    generator = torch.Generator().manual_seed(numbers.start)
     # A record of realistic size: the encoding is shared, the source is not.
     encoding = {"weights": "0f" * 32, "config": "f0" * 32, "compute_dtype": "float32", "store_dtype": "float16"}
-    for number, kind in zip(range(first, first + num_entries), itertools.cycle(CASES[case]), strict=False):
+    for number, kind in zip(numbers, itertools.cycle(CASES[case]), strict=False):
         identity = {"kind": kind, "source": f"{number:064x}", "encoding": encoding}
         provenance = {"path": f"photos/{number}.jpg", "software": {"torch": torch.__version__}}
-        tensors = {
-            name: torch.randn((*shape[:-1], shape[-1] // scale), generator=generator).half()
-            for name, shape in SHAPES[kind].items()
-        }
+        tensors = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes[kind].items()}
         yield Entry(Record(key_of(identity), kind, identity, provenance), tensors)
 
 
@@ -121,7 +118,8 @@ def write(method: str, folder: Path, *made: Any) -> tuple[float, float]:
 
 def measure(root: Path, case: str, num_processes: int, options: argparse.Namespace) -> dict[str, Any]:
     """Each method's time per entry with `num_processes` processes, and the speed-up of packs."""
-    num_entries = options.num_entries[case]
+    num_entries = 8 if options.tiny else {"latents": 1024, "samples": 768}[case]
+    shapes = TINY_SHAPES if options.tiny else SHAPES
     context = multiprocessing.get_context("forkserver")
     # Imported once in the fork server, which runs no torch code, so that forks inherit no threads.
     context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch"])
@@ -134,7 +132,7 @@ def measure(root: Path, case: str, num_processes: int, options: argparse.Namespa
             folder = root / str(next(numbers))
             # Each process waits at the barrier with its task, so none takes two.
             firsts = [next(numbers) * num_entries for _ in range(num_processes)]
-            tasks = [(method, folder, case, first, num_entries, options.scale) for first in firsts]
+            tasks = [(method, folder, case, range(first, first + num_entries), shapes) for first in firsts]
             starts, ends = zip(*pool.starmap(write, tasks, chunksize=1), strict=True)
             return float(max(ends) - min(starts))
 
@@ -162,14 +160,5 @@ def case(folder: Path, options: argparse.Namespace, *, name: str) -> dict[str, A
 
 PARTS = {name: partial(case, name=name) for name in CASES}
 
-
-def main() -> int:
-    options = parse(make_parser(__doc__, PARTS))
-    options.scale, options.num_entries = 1, {"latents": 1024, "samples": 768}
-    if options.tiny:
-        options.scale, options.num_entries = 64, {"latents": 8, "samples": 8}
-    return run_parts(PARTS, options)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, make_parser(__doc__, PARTS).parse_args()))

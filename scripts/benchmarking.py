@@ -30,13 +30,16 @@ from latentcache.provenance import installed_versions, now, software_versions
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
-MIN_REPETITIONS = 7
 BUCKETS = (Size(1024, 1024), Size(832, 1216))
-SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+Shapes = Mapping[str, tuple[int, ...]]
+SHAPES: Mapping[str, Shapes] = {
     "image": {"latents": (4, 128, 128)},
     "text": {"prompt_embeds": (77, 2048), "pooled_prompt_embeds": (1280,)},
 }
 """Tensors of an SDXL sample of 1024x1024 with sampled latents."""
+TINY_SHAPES: Mapping[str, Shapes] = {
+    kind: {name: (*shape[:-1], shape[-1] // 64) for name, shape in shapes.items()} for kind, shapes in SHAPES.items()
+}
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -77,25 +80,15 @@ def device_name(device: torch.device) -> str:
     return str(device) if name is None else f"{device} {name(device)}"
 
 
-def make_parser(description: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks share, and `--part` if there are parts."""
+def make_parser(description: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for correctness only")
-    parser.add_argument("--repetitions", type=int, default=MIN_REPETITIONS, help="rounds (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=7, help="rounds (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="parent of the temporary folder (default: the system's)")
-    if parts:
-        parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts (default: all)")
+    parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts (default: all)")
     return parser
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments. Fewer than MIN_REPETITIONS repetitions need --tiny."""
-    options = parser.parse_args(arguments)
-    least = 1 if options.tiny else MIN_REPETITIONS
-    if options.repetitions < least:
-        parser.error(f"--repetitions {options.repetitions}: at least {least}; fewer only with --tiny")
-    return options
 
 
 def lines_of(document: Mapping[str, Any], indent: str = "") -> Iterator[str]:
