@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import islice, product, repeat
 from pathlib import Path
@@ -580,19 +580,13 @@ def text(bench: Bench) -> None:
     encoders = [parts["text_encoder"], parts["text_encoder_2"]]
     ids = torch.randint(0, encoders[0].config.vocab_size - 2, (max(sizes), 77), device=bench.device)
 
-    family = case.models.family
-    recipe = family.text_recipe()
-    captions = family.tokenize(parts, [f"caption {number}" for number in range(chosen)])
-
     def encode(ids: torch.Tensor) -> None:
         for encoder in encoders:
             encoder(ids, output_hidden_states=True)
 
     with placed(encoders[0], bench.device), placed(encoders[1], bench.device), torch.no_grad():
         found = rates(bench, "", sizes, encode, ids, "captions/s")
-        prompts = bench.seconds({"encode_prompt": lambda: family.encode_text(parts, captions, recipe)})
     bench.add(f"chosen (batch {chosen}) over the best", found[chosen] / max(found.values()), "", least=0.95)
-    bench.add("encode_prompt over the encoders alone", chosen / prompts["encode_prompt"] / found[chosen], "")
     run = precache.captions_case(case, bench.options.repetitions, 8 if bench.tiny else 8192)
     bench.add("precache", run["per_s"]["run"], "captions/s")
     bench.add("precache over the encoders alone", run["fraction_of"]["encoder"]["median"], "", least=0.9)
@@ -673,14 +667,9 @@ def phases(bench: Bench) -> None:
             size = sum(weight_bytes(parts[part]) for part in lent[name])
             bench.add(f"{name}, rate", size / seconds / 1e9, "GB/s")
             bench.add(f"{name}, over the fastest copy", seconds * bench.upload_rate / size, "", most=3.0)
-        if bench.can("max_memory_allocated"):
-            bench.add(
-                f"{name}: leaving's peak over entering's", leaving_over_entering(bench, switches[name]()), "", most=1.01
-            )
     bench.free()
-    bench.add(
-        "memory reserved after the switches over before", bench.num_bytes("memory_reserved") / reserved, "", most=1.01
-    )
+    growth = bench.num_bytes("memory_reserved") / reserved
+    bench.add("memory reserved after the switches over before", growth, "", most=1.01)
     with bench.loader(bench.sampler(8, 2 if bench.tiny else 4, tiny=bench.tiny)) as loader:
         batch = next(loader.forever())
     usual = bench.seconds({"step": partial(training.run, batch)})["step"]
@@ -690,15 +679,6 @@ def phases(bench: Bench) -> None:
     if bench.can("memory_stats"):
         retries = bench.module.memory_stats(bench.device).get("num_alloc_retries", 0)
         bench.add("allocation retries", retries, "", most=0)
-
-
-def leaving_over_entering(bench: Bench, phase: AbstractContextManager[Any]) -> float:
-    """Peak memory while leaving a phase, divided by the peak while entering it."""
-    peaks = []
-    for method in (phase.__enter__, partial(phase.__exit__, None, None, None)):
-        bench.peak_of(method)
-        peaks.append(bench.num_bytes("max_memory_allocated"))
-    return peaks[1] / peaks[0]
 
 
 def decode(bench: Bench) -> None:

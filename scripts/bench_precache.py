@@ -20,9 +20,7 @@ of `encoder_bound`. bench_cuda.py measures the same on an accelerator at SDXL's 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache` does it, before torch is loaded
@@ -139,9 +138,8 @@ class Case:
         self.folder, self.models, self.side = folder, models, side
         self.device, self.dtype = device_named(str(device)), dtype
         self.paths = make_photos(folder / "photos", num_photos, photo_side or side)
-        self._numbers = itertools.count()
 
-    def config(self, **encode: Any) -> Config:
+    def config(self, cache: str = "cache", **encode: Any) -> Config:
         dataset = {
             "name": "bench",
             "source": {"kind": "folder", "path": self.folder / "photos"},
@@ -150,19 +148,18 @@ class Case:
         }
         dtypes = dict.fromkeys(("vae_dtype", "text_dtype"), str(self.dtype).removeprefix("torch."))
         encode |= {"device": str(self.device), **dtypes, "store_dtype": "float16", "image_output": "mean"}
-        path = self.folder / f"cache-{next(self._numbers)}"
-        return parse_config({"cache": {"path": path}, "datasets": [dataset], "encode": encode})
+        return parse_config({"cache": {"path": self.folder / cache}, "datasets": [dataset], "encode": encode})
 
     @contextmanager
     def _done(self, **encode: Any) -> Iterator[tuple[Report, Workspace]]:
         """Run precache into a new cache, which is deleted after the block."""
-        config = self.config(**encode)
-        with open_workspace(config.cache) as workspace:
-            report = run_precache(config, models=self.models, workspace=workspace)
-            if report.refused or report.num_encoded != report.num_misses:
-                raise RuntimeError(f"the run is not valid as a measurement: {report.to_text()}")
-            yield report, workspace
-        shutil.rmtree(config.cache.path)
+        with TemporaryDirectory(dir=self.folder) as cache:
+            config = self.config(cache, **encode)
+            with open_workspace(config.cache) as workspace:
+                report = run_precache(config, models=self.models, workspace=workspace)
+                if report.refused or report.num_encoded != report.num_misses:
+                    raise RuntimeError(f"the run is not valid as a measurement: {report.to_text()}")
+                yield report, workspace
 
     def run(self) -> float:
         """Seconds of a run, excluding loading the models."""

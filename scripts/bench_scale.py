@@ -137,15 +137,14 @@ def measure_index(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     found = store.find(keys)
     figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
     assert len(found) == num_entries and store.look_up(wanted[:1])[0] is not None
-    first = num_entries * 2 + seed * 2 * PACK_ROWS
-    for _ in range(2):  # a process's first change also writes diskcache's settings
+    for number in range(2):  # a process's first change also writes diskcache's settings
+        first = num_entries * 2 + (seed * 2 + number) * PACK_ROWS
         row = row_of(IMAGE, range(first, first + PACK_ROWS))
         make_file(store, row)
         start = time.perf_counter()
         num_added = store.add_row(row)
         figures["add_pack_ms"] = (time.perf_counter() - start) * 1e3
         assert num_added == PACK_ROWS
-        first += PACK_ROWS
     figures["index_mb"] = sum(file.stat().st_size for file in store.directory.index.glob("cache.db*")) / 1e6
     store.close()
     figures["open_read_only_s"] = seconds_of(lambda: DiskStore(root, read_only=True).close())

@@ -61,7 +61,7 @@ def test_a_benchmark_measures_what_it_says(script, parts, tmp_path):
 FIGURES = {
     "ceilings": {"host to device, pageable", "convolution, bfloat16, channels_last"},
     "vae": {"float32, channels_last, batch 2", "precache of photos of 12 megapixels over its ceiling"},
-    "text": {"batch 4", "encode_prompt over the encoders alone", "precache over the encoders alone"},
+    "text": {"batch 4", "precache over the encoders alone"},
     "copies": {"batch of 16 over one copy", "clip over one copy"},
     "step": {"step with the loader over one batch", "waiting for the loader, p99"},
     "phases": {"lend the VAE, rate", "park all and bring it back"},
