@@ -53,7 +53,7 @@ from latentcache.precache.encodings import choose_encodings
 from latentcache.types import Batch
 from latentcache.validation.noise_schedule import NoiseSchedule
 
-VAE_TFLOP = {"encode": 4.88, "decode": 10.47}
+ENCODE_TFLOP, DECODE_TFLOP = 4.88, 10.47
 """TFLOP per image of 1024x1024 pixels in SDXL's VAE, counted with torch.utils.flop_counter.FlopCounterMode."""
 SLEEP_CYCLES = 20_000_000
 """How long the device sleeps before each upload in the race check: about 10 ms."""
@@ -182,11 +182,6 @@ class Bench:
             copies[f"device to host, {kind}"] = partial(memory.copy_, there, non_blocking=True)
         return {name: host.nbytes / seconds for name, seconds in self.seconds(copies).items()}
 
-    @property
-    def upload_rate(self) -> float:
-        """Bytes per second of the fastest upload."""
-        return self.copy_rates[f"host to device, {'pinned' if self.overlaps else 'pageable'}"]
-
     @cached_property
     def conv_flops(self) -> dict[str, float]:
         """FLOP/s of a 3x3 convolution with 128 channels over 1024x1024 pixels, batch 4."""
@@ -200,9 +195,10 @@ class Bench:
             found[name] = 2 * 9 * 128 * 128 * 4 * self.side**2 / seconds
         return found
 
-    def over_conv(self, images_per_s: float, what: str) -> float:
-        """The VAE's FLOP/s divided by those of the fastest convolution."""
-        return images_per_s * VAE_TFLOP[what] * 1e12 / max(self.conv_flops.values())
+    def add_over_conv(self, name: str, images_per_s: float, tflop: float, least: float) -> None:
+        """Record the VAE's FLOP/s divided by those of the fastest convolution, at full size."""
+        if not self.tiny:
+            self.add(name, images_per_s * tflop * 1e12 / max(self.conv_flops.values()), "", least=least)
 
     def vae(self, dtype: torch.dtype) -> Any:
         """SDXL's VAE with random weights, on the CPU. Its tiles have half the height and width of the images."""
@@ -211,13 +207,6 @@ class Bench:
     def texts(self, dtype: torch.dtype) -> dict[str, Any]:
         """SDXL's text encoders with random weights, on the CPU."""
         return precache.make_texts({} if self.tiny else precache.SDXL_TEXTS, dtype)
-
-    def unet(self, *, tiny: bool) -> Any:
-        """SDXL's UNet with random weights, or a tiny one, on the device."""
-        small = tiny_denoiser()
-        with torch.device(self.device), seeded(0):
-            unet = small if tiny else type(small).from_config({**small.config, **SDXL_UNET})
-        return unet.to(self.device, self.train_dtype)
 
     def case(self, name: str, models: LoadedModels, num_photos: int, **options: Any) -> precache.Case:
         """Runs of precache over `num_photos` photos. The models compute in `dtype` (default: `half`)."""
@@ -238,7 +227,7 @@ class Bench:
 
 
 class Step:
-    """A LoRA of SDXL's UNet in bfloat16 with gradient checkpointing, and its optimizer."""
+    """A LoRA of SDXL's UNet, or of a tiny one, in bfloat16 with gradient checkpointing, and its optimizer."""
 
     def __init__(self, bench: Bench, *, tiny: bool):
         from diffusers.training_utils import cast_training_params
@@ -247,7 +236,10 @@ class Step:
         self.device, self.dtype = bench.device, bench.train_dtype
         self.family = family_named(DEFAULT)
         self.schedule = NoiseSchedule.of(tiny_part("scheduler")).to(self.device)
-        self.unet = bench.unet(tiny=tiny).requires_grad_(False).train()
+        small = tiny_denoiser()
+        with torch.device(self.device), seeded(0):
+            unet = small if tiny else type(small).from_config({**small.config, **SDXL_UNET})
+        self.unet = unet.to(self.device, self.dtype).requires_grad_(False).train()
         self.unet.add_adapter(LoraConfig(r=16, target_modules=[*self.family.lora_targets]))
         cast_training_params(self.unet, torch.float32)
         self.unet.enable_gradient_checkpointing()
@@ -436,11 +428,9 @@ def check_hooks(bench: Bench) -> str:
 
 def check_ddp(bench: Bench) -> str:
     """DistributedDataParallel still reduces gradients after a phase that parks everything it may. One process."""
-    distributed, rendezvous, buckets = torch.distributed, bench.folder / "ranks", list[int]()
-    backend = {"cpu": "gloo", "cuda": "nccl"}.get(bench.device.type)
-    if backend is None:
-        return f"skipped: the backend for {bench.device.type} is not known here"
-    distributed.init_process_group(backend, init_method=rendezvous.as_uri(), rank=0, world_size=1)
+    buckets: list[int] = []
+    rendezvous = (bench.folder / "ranks").as_uri()
+    torch.distributed.init_process_group(init_method=rendezvous, rank=0, world_size=1)  # gloo, or nccl for CUDA
     try:
         net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).to(bench.device))
 
@@ -455,8 +445,7 @@ def check_ddp(bench: Bench) -> str:
             pass
         net(torch.ones(1, 8, device=bench.device)).sum().backward()
     finally:
-        distributed.destroy_process_group()
-        rendezvous.unlink(missing_ok=True)
+        torch.distributed.destroy_process_group()
     assert buckets, "DDP lost its hooks: training would go on without reducing gradients"
     return f"{len(buckets)} bucket of gradients"
 
@@ -555,10 +544,9 @@ def vae(bench: Bench) -> None:
         name = f"{dtype}, {layout}, ".replace("torch.", "")
         found[dtype, layout] = rates(bench, name, sizes, partial(encode_images, model), pixels, "images/s")
         if not bench.tiny:
-            bench.add(f"{name}best", max(found[dtype, layout].values()) * VAE_TFLOP["encode"], "TFLOP/s")
+            bench.add(f"{name}best", max(found[dtype, layout].values()) * ENCODE_TFLOP, "TFLOP/s")
     best = {dtype: max(rate for layout in LAYOUTS for rate in found[dtype, layout].values()) for dtype in dtypes}
-    if not bench.tiny:
-        bench.add("best over a convolution", bench.over_conv(max(best.values()), "encode"), "", least=0.6)
+    bench.add_over_conv("best over a convolution", max(best.values()), ENCODE_TFLOP, 0.6)
     share = found[bench.half, torch.contiguous_format][chosen] / best[bench.half]
     bench.add(f"what precache uses (batch {chosen}) over the best of its dtype", share, "", least=0.97)
     models = precache.models_of(vae=bench.vae(bench.half))
@@ -658,6 +646,7 @@ def phases(bench: Bench) -> None:
         with switches[name]():
             pass
 
+    fastest = bench.copy_rates[f"host to device, {'pinned' if bench.overlaps else 'pageable'}"]
     bench.free()
     reserved = bench.num_bytes("memory_reserved")
     taken = bench.seconds({name: partial(entered, name) for name in switches})
@@ -666,7 +655,7 @@ def phases(bench: Bench) -> None:
         if name in lent:
             size = sum(weight_bytes(parts[part]) for part in lent[name])
             bench.add(f"{name}, rate", size / seconds / 1e9, "GB/s")
-            bench.add(f"{name}, over the fastest copy", seconds * bench.upload_rate / size, "", most=3.0)
+            bench.add(f"{name}, over the fastest copy", seconds * fastest / size, "", most=3.0)
     bench.free()
     growth = bench.num_bytes("memory_reserved") / reserved
     bench.add("memory reserved after the switches over before", growth, "", most=1.01)
@@ -692,8 +681,8 @@ def decode(bench: Bench) -> None:
     for name, seconds in bench.seconds(ways).items():
         bench.add(f"decode an image {name}", seconds * 1e3, "ms")
         bench.add_peak(f"decode an image {name}", ways[name])
-        if name == "whole" and not bench.tiny:
-            bench.add("decoding over a convolution", bench.over_conv(1 / seconds, "decode"), "", least=0.5)
+        if name == "whole":
+            bench.add_over_conv("decoding over a convolution", 1 / seconds, DECODE_TFLOP, 0.5)
 
 
 def checkpoint(bench: Bench) -> None:

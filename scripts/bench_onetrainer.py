@@ -47,21 +47,19 @@ def sample_values(number: int, scale: int) -> Mapping[str, Any]:
     """One sample's values; `scale` divides the sides."""
     generator = torch.Generator().manual_seed(number)
 
-    def half(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).half()
-
     size = (1024 // scale, 1024 // scale) if number % 2 else (1216 // scale, 832 // scale)
-    tokens = torch.randint(0, 49408, (77,), generator=generator)
+    shapes = {
+        "latent_image": (4, size[0] // 8, size[1] // 8),
+        "text_encoder_1_hidden_state": (77, 768 // scale),
+        "text_encoder_2_hidden_state": (77, 1280 // scale),
+        "text_encoder_2_pooled_state": (1280 // scale,),
+    }
     return {
-        "latent_image": half(4, size[0] // 8, size[1] // 8),
+        **{name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()},
+        **{name: torch.randint(0, 49408, (77,), generator=generator) for name in ("tokens_1", "tokens_2")},
         "original_resolution": size,
         "crop_offset": (0, 0),
         "crop_resolution": size,
-        "tokens_1": tokens,
-        "text_encoder_1_hidden_state": half(77, 768 // scale),
-        "tokens_2": tokens.clone(),
-        "text_encoder_2_hidden_state": half(77, 1280 // scale),
-        "text_encoder_2_pooled_state": half(1280 // scale),
     }
 
 

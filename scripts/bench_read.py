@@ -61,7 +61,7 @@ ROUNDS_AT_PACE = 5
 """Factor on the number of rounds of methods that run at memory speed."""
 Batches = Sequence[Sequence[int]]
 Method = Callable[[Batches], None]
-Save = Callable[[Tensors, Path], Any]
+Save = Callable[[Any, Path], Any]
 Load = Callable[[Path], Tensors]
 
 
@@ -146,10 +146,7 @@ def pickling_diskcache(folder: Path) -> tuple[Save, Load]:
 PEERS: dict[str, Callable[[Path], tuple[Save, Load]]] = {
     "torch_load": lambda folder: (torch.save, torch.load),
     "npz": lambda folder: (save_npz, load_npz),
-    "safetensors_file": lambda folder: (
-        lambda tensors, path: safetensors.torch.save_file(dict(tensors), path),
-        safetensors.torch.load_file,
-    ),
+    "safetensors_file": lambda folder: (safetensors.torch.save_file, safetensors.torch.load_file),
     "diskcache_pickle": pickling_diskcache,
 }
 
