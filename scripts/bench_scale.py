@@ -1,6 +1,6 @@
 """Scaling with the number of entries: the index, a manifest, and planning an unchanged dataset.
 
-    python scripts/bench_scale.py                  # all parts; half an hour, 1 GB of disk
+    python scripts/bench_scale.py                  # all parts; an hour, 3 GB of disk
     python scripts/bench_scale.py --part index     # one part: a minute and 100 MB
     python scripts/bench_scale.py --json           # one document
     python scripts/bench_scale.py --tiny           # for correctness only
@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from benchmarking import make_parser, memory_bytes, run_parts, seconds_of, spread
+from benchmarking import Shapes, make_parser, memory_bytes, run_parts, seconds_of, spread
 from PIL import Image
 
 from latentcache.config import Config
@@ -44,18 +43,17 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref, Row, RowTableBuilder
 from latentcache.dataset.samples import SETTLED_NS
 from latentcache.store import DiskStore
-from latentcache.store.batch import DTYPES
 from latentcache.store.index import Index
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackRow, RowGroup
 from latentcache.store.writer import PACK_BYTES
-from latentcache.types import Crop, Entry, Geometry, Record, Size
+from latentcache.types import Crop, Geometry, Size
 
 BATCH = 16
 NUM_BATCHES = 500
 PACK_ROWS = 512
-Fields = dict[str, tuple[str, tuple[int, ...]]]
-IMAGE: Fields = {"moments": ("float16", (8, 128, 128))}
-TEXT: Fields = {"pooled_prompt_embeds": ("float16", (1280,)), "prompt_embeds": ("float16", (77, 2048))}
+IMAGE: Shapes = {"moments": (8, 128, 128)}
+TEXT: Shapes = {"pooled_prompt_embeds": (1280,), "prompt_embeds": (77, 2048)}
+"""Fields in float16."""
 DATA_START = 4096
 SIZES = [Size(768 + 16 * step, 1344 - 16 * step) for step in range(37)]
 
@@ -81,15 +79,15 @@ def key_of(number: int) -> str:
 def rows(end: int) -> Iterator[PackRow]:
     """Index rows of packs of 64 MiB with the entries 0 ... end - 1, half of them images."""
     for fields, start, stop in ((IMAGE, 0, end // 2), (TEXT, end // 2, end)):
-        num_rows = PACK_BYTES // sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in fields.values())
+        num_rows = PACK_BYTES // sum(2 * math.prod(shape) for shape in fields.values())
         for begin in range(start, stop, num_rows):
             yield row_of(fields, range(begin, min(begin + num_rows, stop)))
 
 
-def row_of(fields: Fields, numbers: range) -> PackRow:
+def row_of(fields: Shapes, numbers: range) -> PackRow:
     at, columns = DATA_START, []
-    for name, (dtype, shape) in fields.items():
-        columns.append(Column(name, dtype, shape, at, len(numbers)))
+    for name, shape in fields.items():
+        columns.append(Column(name, "float16", shape, at, len(numbers)))
         at += columns[-1].row_bytes * len(numbers)
     group = RowGroup("image" if fields is IMAGE else "text", 0, len(numbers), tuple(columns))
     keys = np.frombuffer(bytes.fromhex("".join(map(key_of, numbers))), np.uint8).reshape(-1, KEY_BYTES)
@@ -184,19 +182,22 @@ def measure_manifest(root: Path, num_samples: int, seed: int) -> dict[str, float
 
 def config_of(root: Path) -> Config:
     source = {"kind": "folder", "path": str(root / "photos")}
-    dataset = {"name": "photos", "source": source, "images": {"min_side": 8}}
+    buckets = {"area": 64 * 64, "step": 8}
+    dataset = {"name": "photos", "source": source, "images": {"min_side": 8}, "buckets": buckets}
     model = {"path": "tiny-photos"}  # a folder like a user's, so the memo holds its digests
     return parse_config({"cache": {"path": str(root / "cache")}, "model": model, "datasets": [dataset]})
 
 
 def replan(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from latentcache.precache.run import run_precache  # imports diffusers, which the processes of other parts lack
+
     results: dict[str, Any] = {"wanted": {"seconds_for_100000": 3}}
     first = 0
     for size in (20,) if options.tiny else (10_000, 100_000):
         make_photos(folder / "photos", first, size)
         first = size
         time.sleep(SETTLED_NS / 1e9)  # files that were just written are not memoised
-        fill(config_of(folder))
+        run_precache(config_of(folder))
         if not options.tiny:
             repeat(measure_replan, 1, folder, size)  # warms the page cache
         results[str(size)] = repeat(measure_replan, options.repetitions, folder, size)
@@ -212,25 +213,6 @@ def make_photos(folder: Path, first: int, end: int) -> None:
         image.putpixel((0, 0), (number >> 16 & 255, number >> 8 & 255, number & 255))
         image.save(parent / f"{number}.png", compress_level=1)
         (parent / f"{number}.txt").write_text(f"photo number {number}, of a grey wall in the evening", encoding="utf-8")
-
-
-def fill(config: Config) -> None:
-    """Store an entry for every key of the plan and write the manifests, as a precache run does."""
-    # Imported here because they import diffusers, which other parts do not need.
-    from latentcache.precache.encodings import choose_encodings, load_models
-    from latentcache.precache.plan import make_plan
-    from latentcache.precache.workspace import open_workspace
-
-    with open_workspace(config.cache) as workspace:
-        models = load_models(config.model, workspace.memo)
-        plan = make_plan(config, workspace, choose_encodings(config, models, workspace.memo), models)
-        tiny = {"latents": torch.ones(1, dtype=torch.float16)}
-        tasks = (task for batches in plan.batches.values() for batch in batches for task in batch)
-        workspace.store.add(
-            Entry(Record(task.key, task.identity.kind, task.identity.to_json(), {}), tiny) for task in tasks
-        )
-        for each in plan.manifests:
-            workspace.manifests.write(each)
 
 
 def measure_replan(root: Path, num_samples: int, seed: int) -> dict[str, float]:
