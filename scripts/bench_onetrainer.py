@@ -133,7 +133,6 @@ class Bench:
 
 
 def sdxl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(1)
     num_samples, scale = (6, 16) if options.tiny else (1000, 1)
     found = {}
     with (
@@ -159,4 +158,5 @@ def sdxl(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 PARTS = {"sdxl": sdxl}
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(run_parts(PARTS, make_parser(__doc__, PARTS).parse_args()))

@@ -69,9 +69,8 @@ def filesystem_type(path: Path) -> str | None:
 def cpu_model() -> str:
     """The CPU model that the kernel reports, or else the architecture."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def device_name(device: torch.device) -> str:
@@ -124,9 +123,8 @@ def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], op
                 traceback.print_exc()
                 failed[name] = f"{type(error).__name__}: {error}"
         seconds[name] = time.perf_counter() - start
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    result |= {"failed": failed, "seconds": seconds, "settings": settings}
-    print(json.dumps(result, indent=2, allow_nan=False) if options.json else "\n".join(lines_of(result)))
+    result |= {"failed": failed, "seconds": seconds, "settings": vars(options)}
+    print(json.dumps(result, indent=2, allow_nan=False, default=str) if options.json else "\n".join(lines_of(result)))
     return 1 if failed else 0
 
 
