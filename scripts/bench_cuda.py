@@ -43,7 +43,6 @@ from latentcache.config_file import parse_config
 from latentcache.devices.placement import device_named, placed, vae_batch_size
 from latentcache.devices.transfer import Copies, Transfer, transfer_to
 from latentcache.families import DEFAULT, family_named
-from latentcache.models import vae as vae_module
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import free_cached_memory, is_out_of_memory, weight_bytes
 from latentcache.models.tiny import seeded, tiny_denoiser, tiny_part
@@ -373,7 +372,8 @@ def check_numbers(bench: Bench) -> str:
     """Moments in float32 without TF32 equal the CPU's up to rounding."""
     vae, pixels = tiny_part("vae"), torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8)
     right = encode_images(vae, pixels)
-    unpinned = patch.object(vae_module, "pinned_numerics", nullcontext)  # it would enable TF32 for convolutions
+    # The pin would enable TF32 for convolutions.
+    unpinned = patch("latentcache.models.vae.pinned_numerics", nullcontext)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), unpinned, placed(vae, bench.device):
         found = encode_images(vae, pixels.to(bench.device)).cpu()
     worst = difference({"vae": {"moments": found}}, {"vae": {"moments": right}})
@@ -533,8 +533,7 @@ def rates(
 
 def vae(bench: Bench) -> None:
     """Images per second of the VAE's encoder by dtype, memory layout and batch size, and of precache."""
-    is_cpu = bench.device.type == "cpu"
-    dtypes = (torch.float32,) if is_cpu else (torch.float32, torch.float16, torch.bfloat16)
+    dtypes = dict.fromkeys((torch.float32, bench.half, bench.train_dtype))  # on a CPU one
     chosen = vae_batch_size(bench.device, bench.half, bench.side**2)[0]
     sizes = {chosen, *((1, 2) if bench.tiny else (1, 2, 4, 8, 16))}
     pixels = torch.randint(0, 256, (max(sizes), bench.side, bench.side, 3), dtype=torch.uint8).to(bench.device)
@@ -654,7 +653,6 @@ def phases(bench: Bench) -> None:
         bench.add(name, seconds, "s", most=0.15 if name == "enter and leave validate" else None)
         if name in lent:
             size = sum(weight_bytes(parts[part]) for part in lent[name])
-            bench.add(f"{name}, rate", size / seconds / 1e9, "GB/s")
             bench.add(f"{name}, over the fastest copy", seconds * fastest / size, "", most=3.0)
     bench.free()
     growth = bench.num_bytes("memory_reserved") / reserved

@@ -176,31 +176,29 @@ def warm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     samples = Samples(options, options.num_samples)
     samples.write(folder / "cache")
     peers = {name: make_peer(folder / name, samples, name) for name in PEERS}
-    ratio: dict[str, dict[str, float]] = {}
-    times: dict[str, dict[str, float]] = {}
+    by_size: dict[str, Any] = {}
 
-    def in_rounds(ways: Mapping[str, Method], num_rounds: int, label: str, size: int = BATCH) -> dict[str, list[float]]:
+    def in_rounds(ways: Mapping[str, Method], num_rounds: int, size: int = BATCH) -> dict[str, list[float]]:
         batches = batches_of(options, 0, size)
         methods = {name: partial(seconds_of, partial(read, batches)) for name, read in ways.items()}
-        seconds = in_turns(methods, num_rounds, warm=True)
-        times[label] = us_per_sample(seconds, options.num_read)
-        return seconds
+        return in_turns(methods, num_rounds, warm=True)
 
     with LatentCache(folder / "cache") as cache:
         for numbers in batches_of(options, 0):
             samples.check(cache.batch([str(number) for number in numbers], device="cpu"))
-        for size in options.batch_sizes:
+        for size in (4, 16) if options.tiny else (4, 16, 64):
             num_rounds = options.repetitions * (1 if options.tiny else ROUNDS_AT_PACE)
-            seconds = in_rounds({"limit": limit(samples, size), "batch": ours(cache)}, num_rounds, str(size), size)
-            ratio[str(size)] = ratios(seconds["batch"], seconds["limit"])
+            seconds = in_rounds({"limit": limit(samples, size), "batch": ours(cache)}, num_rounds, size)
+            us = us_per_sample(seconds, options.num_read)
+            by_size[str(size)] = {"ratio_to_limit": ratios(seconds["batch"], seconds["limit"]), "us_per_sample": us}
         ways = {"limit": limit(samples, BATCH), "ours": ours(cache)}
-        seconds = in_rounds(ways | peers, options.repetitions, "beside_peers")
+        seconds = in_rounds(ways | peers, options.repetitions)
     return {
         "sample_bytes": samples.row_bytes,
-        "ratio_to_limit": ratio,
+        "batch_size": by_size,
         "times_faster": {name: ratios(seconds[name], seconds["ours"]) for name in PEERS},
         "times_faster_limit": {name: ratios(seconds[name], seconds["limit"]) for name in PEERS},
-        "us_per_sample": times,
+        "us_per_sample": us_per_sample(seconds, options.num_read),
         "wanted_ratio": {"4": 2.0, "16": 1.35, "64": 1.25},
         "wanted_times_faster": {"torch_load": 15, "npz": 15, "safetensors_file": 5, "diskcache_pickle": 10},
     }
@@ -303,9 +301,7 @@ def cold(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def packs(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     ways, num_samples = Cold(folder, options), options.num_samples
-    seconds = ways.measure(
-        {"cat": ways.cat, "packs": partial(ways.loader, num_read=num_samples, order="packs")},
-    )
+    seconds = ways.measure({"cat": ways.cat, "packs": partial(ways.loader, num_read=num_samples, order="packs")})
     # cat also reads keys and records, so its time is scaled to the payload.
     payload = ways.samples.row_bytes * num_samples / sum(path.stat().st_size for path in ways.packs)
     return {
@@ -355,9 +351,9 @@ def main() -> int:
     parser.add_argument("--num_samples", type=int, default=4000)
     parser.add_argument("--window", type=int, default=4, help="packs mixed by pack order (default: %(default)s)")
     options = parser.parse_args()
-    options.num_read, options.batch_sizes = 1024, [4, 16, 64]
+    options.num_read = 1024
     if options.tiny:
-        options.num_samples, options.num_read, options.batch_sizes = 96, 32, [4, 16]
+        options.num_samples, options.num_read = 96, 32
     torch.set_num_threads(1)  # as the limit's copy
     return run_parts(PARTS, options)
 

@@ -6,7 +6,7 @@
 
 Entries have the size of 1024x1024 samples in float16. `latents` are image entries (128 KiB); `samples` alternate them
 with text entries (prompt_embeds and pooled_prompt_embeds, 310.5 KiB). 1, 2 and 4 processes write at once into one cache
-or folder. A round lasts from the first start to the last end, when everything is durable.
+or folder, as the part's name says. A round lasts from the first start to the last end, when everything is durable.
 Opening a cache and creating the entries is not timed. Each round uses new folders, nothing is deleted between rounds,
 and dirty pages are synced before the clock starts. `files` writes one file per entry: to a temporary sibling, with an
 fsync, a rename and an fsync of the folder, without which a power cut can lose the name.
@@ -20,7 +20,6 @@ import itertools
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,7 +41,7 @@ CASES = {"latents": ("image",), "samples": ("image", "text")}
 START_S = 300.0
 """Timeout of the barrier, so that no process waits forever for one that failed."""
 SETTLE_S = 10.0
-"""Pause after deleting files: a disk mounted with `discard` stays busy for a while."""
+"""Pause before a part: a disk mounted with `discard` stays busy for a while after the last part's files are deleted."""
 
 Write = Callable[[Sequence[Entry]], int]
 """Writes entries durably. Returns how many."""
@@ -116,10 +115,13 @@ def write(method: str, folder: Path, *made: Any) -> tuple[float, float]:
     return start, end
 
 
-def measure(root: Path, case: str, num_processes: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(root: Path, options: argparse.Namespace, *, case: str, num_processes: int) -> dict[str, Any]:
     """Each method's time per entry with `num_processes` processes, and the speed-up of packs."""
     num_entries = 8 if options.tiny else {"latents": 1024, "samples": 768}[case]
     shapes = TINY_SHAPES if options.tiny else SHAPES
+    if not options.tiny:
+        os.sync()
+        time.sleep(SETTLE_S)
     context = multiprocessing.get_context("forkserver")
     # Imported once in the fork server, which runs no torch code, so that forks inherit no threads.
     context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch"])
@@ -143,22 +145,14 @@ def measure(root: Path, case: str, num_processes: int, options: argparse.Namespa
     return {
         "us_per_entry": {name: spread(values) for name, values in us.items()},
         "times_faster": ratios(seconds["files"], seconds["packs"]),
+        "wanted_times_faster": 3,
     }
 
 
-def case(folder: Path, options: argparse.Namespace, *, name: str) -> dict[str, Any]:
-    """Each method with 1, 2 and 4 processes."""
-    found: dict[str, Any] = {"wanted_times_faster": 3}
-    for num_processes in (1, 2, 4):
-        with tempfile.TemporaryDirectory(dir=folder) as root:
-            found[f"{num_processes}_processes"] = measure(Path(root), name, num_processes, options)
-        if not options.tiny:
-            os.sync()
-            time.sleep(SETTLE_S)
-    return found
-
-
-PARTS = {name: partial(case, name=name) for name in CASES}
+PARTS = {
+    f"{case}_{num_processes}": partial(measure, case=case, num_processes=num_processes)
+    for case, num_processes in itertools.product(CASES, (1, 2, 4))
+}
 
 if __name__ == "__main__":
     sys.exit(run_parts(PARTS, make_parser(__doc__, PARTS).parse_args()))

@@ -64,7 +64,7 @@ FIGURES = {
     "text": {"batch 4", "precache over the encoders alone"},
     "copies": {"batch of 16 over one copy", "clip over one copy"},
     "step": {"step with the loader over one batch", "waiting for the loader, p99"},
-    "phases": {"lend the VAE, rate", "park all and bring it back"},
+    "phases": {"lend the VAE, over the fastest copy", "park all and bring it back"},
     "decode": {"decode an image whole", "decode an image in tiles"},
     "checkpoint": {"load a LoRA and AdamW, over a pageable copy", "load the UNet, over a pageable copy"},
 }
