@@ -36,6 +36,7 @@ import torch
 from benchmarking import in_turns, make_cache, make_parser, run_parts, seconds_of, spread
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, Phases, run_precache
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -411,21 +412,6 @@ def check_halving(bench: Bench) -> str:
     return f"8 images, then 4 and 4 ({'with limited memory' if limits else 'with a simulated OutOfMemoryError'})"
 
 
-def check_hooks(bench: Bench) -> str:
-    """A VAE under accelerate's offload hook gives the same entries and ends on the CPU."""
-    from accelerate import cpu_offload_with_hook
-
-    vae = tiny_part("vae")
-    # In its own dtype; otherwise a copy would encode.
-    case = bench.case("hooks", precache.models_of(vae=vae), 4, dtype=torch.float32)
-    right = case.entries()
-    hooked, _ = cpu_offload_with_hook(vae, bench.device)
-    assert difference(case.entries(), right) == 0
-    where = {parameter.device.type for parameter in hooked.parameters()}
-    assert where == {"cpu"} and hasattr(hooked, "_hf_hook"), f"the VAE ended on {where}"
-    return f"{len(right)} entries equal"
-
-
 def check_ddp(bench: Bench) -> str:
     """DistributedDataParallel still reduces gradients after a phase that parks everything it may. One process."""
     buckets: list[int] = []
@@ -566,6 +552,8 @@ def text(bench: Bench) -> None:
     sizes = {chosen, *((2, 4) if bench.tiny else (16, 32, 64, 128, 256))}
     encoders = [parts["text_encoder"], parts["text_encoder_2"]]
     ids = torch.randint(0, encoders[0].config.vocab_size - 2, (max(sizes), 77), device=bench.device)
+    family = case.models.family
+    captions = family.tokenize(parts, [f"caption {number}" for number in range(chosen)])
 
     def encode(ids: torch.Tensor) -> None:
         for encoder in encoders:
@@ -573,6 +561,9 @@ def text(bench: Bench) -> None:
 
     with placed(encoders[0], bench.device), placed(encoders[1], bench.device), torch.no_grad():
         found = rates(bench, "", sizes, encode, ids, "captions/s")
+        prompts = bench.seconds({"encode_prompt": lambda: family.encode_text(parts, captions, family.text_recipe())})
+    rate = chosen / prompts["encode_prompt"]
+    bench.add("encode_prompt over the encoders alone", rate / found[chosen], "")
     bench.add(f"chosen (batch {chosen}) over the best", found[chosen] / max(found.values()), "", least=0.95)
     run = precache.captions_case(case, bench.options.repetitions, 8 if bench.tiny else 8192)
     bench.add("precache", run["per_s"]["run"], "captions/s")
@@ -602,29 +593,39 @@ def copies(bench: Bench) -> None:
 
 
 def step(bench: Bench) -> None:
-    """Real LoRA steps with our loader, against the same steps on one fixed batch."""
+    """Real LoRA steps with our loader and with a DataLoader, against the same steps on one fixed batch."""
     training, num_steps = Step(bench, tiny=bench.tiny), 2 if bench.tiny else 12
-    waited: list[float] = []
     sampler = bench.sampler(8 if bench.tiny else 512, 2 if bench.tiny else 4, tiny=bench.tiny)
+    dataset, waited = sampler.dataset, dict[str, list[float]](loader=[], DataLoader=[], fixed=[])
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "pin_memory": bench.overlaps}
+    theirs = DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, sampler.batch_size, seed=0), **options)
 
-    def steps(batches: Iterator[Batch], waited: list[float]) -> None:
+    def placed_batches() -> Iterator[Batch]:
+        while True:
+            for batch in theirs:
+                yield dataset.place(batch, device=bench.device, dtype=torch.float32, scaled=True)
+
+    def steps(name: str) -> None:
         for _ in range(num_steps):
             start = time.perf_counter()
-            batch = next(batches)
-            waited.append(time.perf_counter() - start)
+            batch = next(batches[name])
+            waited[name].append(time.perf_counter() - start)
             training.run(batch)
 
+    batches: dict[str, Any] = {"DataLoader": placed_batches()}
+    fixed = next(batches["DataLoader"])  # forks its workers before our loader starts a thread
+    training.run(fixed)
     with bench.loader(sampler) as loader:
-        batches = loader.forever()
-        fixed = next(batches)
-        training.run(fixed)
-        ways = {"loader": partial(steps, batches, waited), "one batch": partial(steps, repeat(fixed), [])}
-        seconds = bench.seconds(ways, warm=False)
-    bench.add("step", seconds["one batch"] / num_steps * 1e3, "ms")
-    bench.add("step with the loader over one batch", seconds["loader"] / seconds["one batch"], "", most=1.01)
-    share = statistics.mean(waited) * num_steps / seconds["loader"]
-    bench.add("waiting for the loader, share of a step", share, "", most=0.005)
-    bench.add("waiting for the loader, p99", float(np.quantile(waited, 0.99)) * 1e3, "ms")
+        batches |= {"fixed": repeat(fixed), "loader": loader.forever()}
+        next(batches["loader"])
+        taken = bench.seconds({name: partial(steps, name) for name in waited}, warm=False)
+    batches["DataLoader"].close()
+    bench.add("step", taken["fixed"] / num_steps * 1e3, "ms")
+    for name, most, share in (("loader", 1.01, 0.005), ("DataLoader", None, None)):
+        bench.add(f"step with the {name} over one batch", taken[name] / taken["fixed"], "", most=most)
+        mean = statistics.mean(waited[name])
+        bench.add(f"waiting for the {name}, share of a step", mean * num_steps / taken[name], "", most=share)
+        bench.add(f"waiting for the {name}, p99", float(np.quantile(waited[name], 0.99)) * 1e3, "ms")
 
 
 def phases(bench: Bench) -> None:
@@ -653,6 +654,7 @@ def phases(bench: Bench) -> None:
         bench.add(name, seconds, "s", most=0.15 if name == "enter and leave validate" else None)
         if name in lent:
             size = sum(weight_bytes(parts[part]) for part in lent[name])
+            bench.add(f"{name}, rate", size / seconds / 1e9, "GB/s")
             bench.add(f"{name}, over the fastest copy", seconds * fastest / size, "", most=3.0)
     bench.free()
     growth = bench.num_bytes("memory_reserved") / reserved

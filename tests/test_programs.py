@@ -79,7 +79,7 @@ def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(parts, tmp_path):
         assert all(figure["value"] >= 0 for figure in result[part].values())
 
 
-ANYWHERE = ("batches", "syncs", "memory", "hooks", "leaving")
+ANYWHERE = ("batches", "syncs", "memory", "leaving")
 CHECKS = {"cpu": (*ANYWHERE, "flags", "numbers", "halving", "ddp", "validation"), "sim": ANYWHERE}
 
 
