@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -206,9 +207,13 @@ def module_maker(base: SimpleNamespace) -> Callable[..., Any]:
         def get_inputs(self) -> list[str]:
             return [self.first]
 
-        def get_outputs(self) -> list[str]:
+        @cached_property
+        def _outputs(self) -> list[str]:
             own = [value for name, value in vars(self).items() if name.endswith("out_name") and value]
             return [*vars(self).get("names", []), *own]
+
+        def get_outputs(self) -> list[str]:
+            return self._outputs
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> Values:
             return GIVE.get(type(self).__name__, pass_on)(self, Item(self, variation, index))
