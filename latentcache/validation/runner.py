@@ -241,7 +241,7 @@ class ValidationRunner:
         self, embeddings: list[PromptEmbeddings], seconds: dict[str, float], notes: list[str]
     ) -> tuple[SampleImage, ...]:
         denoiser, settings, scheduler = self._denoiser(), self.config.validation, self.parts["scheduler"]
-        options: dict[str, Any] = {"device": self._device(), "family": self.family}
+        options: dict[str, Any] = {"device": self._device(), "family": self.family, "pipeline_settings": {}}
         try:
             options["pipeline_settings"] = pipeline_settings(self.config.model, self.family)
         except ModelError as error:  # a trainer's config need not name the model
