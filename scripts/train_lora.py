@@ -274,8 +274,6 @@ class Training:
             raise errors.CheckpointError(
                 self.checkpoint, "cannot be resumed with different settings:", offenders=tuple(differing)
             )
-        if "loader" not in state.extra:
-            raise errors.CheckpointError(self.checkpoint, "lacks the loader's state: an earlier version wrote it")
         self.generator.set_state(state.extra["generator"])
         self.loader.load_state_dict(state.extra["loader"])
         return state.step
