@@ -228,8 +228,9 @@ def counted(ddp: Any) -> list[int]:
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, which are strings here
         reduced.append(bucket.index())
-        gradients = torch.futures.Future()
-        gradients.set_result(bucket.buffer())
+        buffer = bucket.buffer()
+        gradients = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        gradients.set_result(buffer)
         return gradients
 
     ddp.register_comm_hook(None, hook)
