@@ -136,6 +136,8 @@ def test_only_the_validation_sets_of_its_own_config_are_measured(config: Config)
     run_precache(config.model_copy(update={"datasets": (skipped,), "encode": encode}))
     assert measured(with_sets(held_out)) == {"held-out"}
     assert measured(with_sets()) == {"held-out", "of-another-config"}
+    (config.cache.path / "manifests" / "skipped.safetensors").write_bytes(b"damaged")
+    assert measured(with_sets(held_out)) == {"held-out"}
     assert {*validate(config).report.loss.by_dataset} == {"held-out"}
 
 
