@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from latentcache.dataset import row_table
 from latentcache.dataset.manifest import MARK, Manifest, manifest_bytes, merged_rows, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
 from latentcache.dataset.row_table import ROLES, Ref, Row, RowTable
@@ -218,7 +219,8 @@ ROWS = [
 ]
 
 
-def test_a_table_is_the_mapping_that_it_was_made_of() -> None:
+def test_a_table_is_the_mapping_that_it_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_table, "_CHUNK", 3)
     # The path of every second sample ends with its id.
     rows = {row.sample_id: replace(row, path=row.path + row.sample_id * (at % 2)) for at, row in enumerate(ROWS)}
     table = RowTable.of(rows)

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store_samples import (
     CLEAN,
@@ -35,7 +36,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store import DiskStore, disk
+from latentcache.store import DiskStore, disk, table
 from latentcache.store import writer as writer_module
 from latentcache.store.entry import own_entry
 from latentcache.store.index import Index
@@ -68,6 +69,19 @@ def test_a_pack_is_sealed_when_it_is_full_or_old(root, monkeypatch, limit):
         assert writer.num_added == 7 and len(packs(store)) >= 3
         assert writer.bytes_written == store.stats().file_bytes
         assert_holds(store, *range(7))
+
+
+def test_the_places_of_entries_are_those_that_a_look_finds(root, monkeypatch):
+    """With a table in parts, packs of several rows, and more keys than are looked up at once."""
+    monkeypatch.setattr(table, "_CHUNK", 4)
+    with DiskStore(root) as store:
+        for numbers in (range(3), range(3, 8), [8]):
+            store.add(samples(*numbers))
+        keys = [key(number) for number in (8, 99, *range(8), 8)]
+        ids, places = store.places(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32))
+        found = [(ids[pack], row) if pack >= 0 else None for pack, row in places.tolist()]
+        assert found == [place and (place.pack.id, place.row) for place in store.look_up(keys)]
+        assert found[1] is None and store.find(keys) == {*keys} - {key(99)} and len({*found}) == 10
 
 
 def test_directories_that_are_no_caches(root, tmp_path):
