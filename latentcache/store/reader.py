@@ -151,13 +151,12 @@ class PackReader(Store):
         rows = list[EntryArrays]()
         for key, location in zip(keys, locations, strict=True):
             mapping, row = maps[location.pack.id], location.row
+            values: EntryArrays | str = ""
             if mapping is not None:
-                values = arrays_in(mapping.data, key, location, verify=not mapping.good[row])
-                if not isinstance(values, str):
-                    mapping.good[row] = True
-                    rows.append(values)
-                    continue
-            rows.append(self._read_again(key, location))
+                is_unread = not mapping.good[row]
+                values = arrays_in(mapping.data, key, location, verify=is_unread)
+                mapping.good[row] |= is_unread and not isinstance(values, str)
+            rows.append(self._read_again(key, location) if isinstance(values, str) else values)
         return rows
 
     @override
