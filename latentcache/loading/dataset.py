@@ -91,8 +91,7 @@ class _Samples:
     def image_keys(self) -> np.ndarray:
         """The key of each item's image: uint8 [n, 32]."""
         images, _, _ = self.samples.places(*self.items(np.arange(self.num_items)))
-        keys: np.ndarray = self.rows.columns["image/keys"][images]
-        return keys
+        return np.asarray(self.rows.columns["image/keys"][images])
 
 
 class LatentDataset(Dataset[Batch]):
@@ -176,9 +175,10 @@ class LatentDataset(Dataset[Batch]):
         self.scaling: Scaling = self.cache.scaling(read[0].manifest)
         for samples in read:
             samples.check_untrained([trained_tokens] if isinstance(trained_tokens, str) else trained_tokens)
-        any_flips, self._parts = any(each.rows.has_flips for each in read), list[_Samples]()
-        for each in read:
-            choices = replace(self.choices, flips=self.choices.flips and each.rows.has_flips >= any_flips)
+        has_flips = [self.choices.flips and each.rows.has_flips for each in read]
+        self._parts = list[_Samples]()
+        for each, has in zip(read, has_flips, strict=True):
+            choices = self.choices if has or not any(has_flips) else replace(self.choices, flips=False)
             self._parts.append(_Samples(each, choices, flips=each.manifest.name in mirrored))
         if caption_dropout and self.facts.texts:
             self._prepare_dropout()

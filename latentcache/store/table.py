@@ -14,6 +14,7 @@ from latentcache.store.entry import check_key
 from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, RowGroup
 
 _KEY_WORDS = 4
+_Keys = Sequence[str] | np.ndarray  # as text, or as digests: uint8 [n, 32]
 _CHUNK_PACKS = 256  # joined at once: small arrays per pack would fragment the heap
 _CHUNK = 1 << 14  # keys looked up at once
 _MIN_MERGE = 4  # a part of the table is merged with the next one unless it is this many times larger
@@ -147,9 +148,7 @@ class LocationTable:
         return sum(int(np.count_nonzero(part.live)) for part in self._parts)
 
     @staticmethod
-    def _search(
-        parts: Sequence[_Part], keys: Sequence[str] | np.ndarray
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _search(parts: Sequence[_Part], keys: _Keys) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield for each part its number, the indices of its keys, and their rows. StoreError for an invalid key.
 
         The caller passes the parts, since another thread may replace them.

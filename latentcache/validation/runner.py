@@ -263,10 +263,11 @@ class ValidationRunner:
 
 def validation_sets(cache: LatentCache, config: Config) -> list[str]:
     """Names of the config's validation sets; if it has none, of those in the cache with its datasets' text encoders."""
-    own = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
+    if own := [dataset.name for dataset in config.datasets if dataset.role == "validation"]:
+        return own
     first = [cache.samples(name).facts.texts for name in _cached_datasets(cache, config)[:1]]
-    sets = (name for name in cache.dataset_names() if cache.manifest(name).role == "validation")
-    return own or [name for name in sets if not first or cache.samples(name).facts.texts in first]
+    sets = [name for name in cache.dataset_names() if cache.manifest(name).role == "validation"]
+    return [name for name in sets if not first or cache.samples(name).facts.texts in first]
 
 
 def _cached_datasets(cache: LatentCache, config: Config) -> list[str]:
