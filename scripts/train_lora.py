@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -108,6 +108,7 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
         ConfigError, StoreError, ModelError, DeviceError, CheckpointError: See `latentcache.errors`.
     """
     stop = stop or threading.Event()
+    options = replace(options, out=Path(os.path.expanduser(options.out)))  # no shell expands --out=~/lora
     training = Training(config, options)
     runner = training.validation_runner()
     first = training.load() if options.resume else 0

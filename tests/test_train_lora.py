@@ -162,6 +162,17 @@ def test_a_failed_last_validation_does_not_cost_the_lora(script, cold, options, 
     assert (options.out / "pytorch_lora_weights.safetensors").is_file()
 
 
+def test_a_tilde_is_the_home_folder(script, cached, options, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    once = replace(options, steps=1, out=Path("~/lora"))
+    script.train(training_only(cached), once)
+    made = {path.name for path in (tmp_path / "home/lora").iterdir()}
+    assert made == {"checkpoint.pt", "pytorch_lora_weights.safetensors"} and not Path("~").exists()
+    with pytest.raises(CheckpointError, match="belongs to an earlier run"):
+        script.train(training_only(cached), once)
+
+
 def test_the_loss(script, cached, options):
     training, seen = script.Training(training_only(cached), options), {}
     with training.loader as loader:

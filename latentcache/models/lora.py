@@ -25,7 +25,7 @@ from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
 from latentcache.models.files import is_checkpoint, loading, refused
 from latentcache.models.single_file import read_file
-from latentcache.utils.durable_files import write_sealed
+from latentcache.utils.durable_files import expanded, write_sealed
 
 SETTINGS_KEY = "lora"
 """Key of `lora_settings` in a checkpoint's `extra`."""
@@ -49,7 +49,7 @@ def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Fa
     """
     family = family or family_of_denoiser(denoiser)
     _need_peft()
-    file = _lora_file(str(path))
+    file = _lora_file(str(expanded(path)))
     names = list(read_file("lora", file))
     _check_names(str(file), names, family)
     state, alphas, metadata = _read(file, denoiser, family)
@@ -143,7 +143,7 @@ def save_lora(
     settings = denoiser.peft_config[adapter].to_dict()
     layers, settings = ({f"{family.denoiser}.{name}": each[name] for name in each} for each in (layers, settings))
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True, default=list)}
-    path = Path(folder, LORA_FILE)
+    path = expanded(folder) / LORA_FILE
     write_sealed(path, save(layers, metadata | ({} if step is None else {STEP_KEY: str(step)})))
     return path
 
