@@ -33,7 +33,7 @@ NOT_ON_WINDOWS = "not (takes_the_place_of_a_damaged_file or pack_that_lies or fu
 server restarts, and a manifest cannot be replaced while it is sent. The full disk is simulated by patching `os.write`,
 which the Windows rules patch as well."""
 ON_WINDOWS = (
-    *("-p", "helpers.windows_rules", "-m", "not (bench or soak or remote)", "-k", NOT_ON_WINDOWS),
+    *("-p", "helpers.windows_rules", "-m", "not sim", "-k", NOT_ON_WINDOWS),
     *("tests/contract/test_stores.py", "tests/store/test_reopening.py", "tests/precache/test_run.py"),
     *("tests/loading/test_loader.py", "tests/checkpoints/test_checkpoint.py"),
     *("tests/transfers/test_transfers.py", "tests/service/test_routes.py"),
@@ -42,20 +42,13 @@ WITH_PINS = (
     *("-p", "helpers.missing_classes", "tests/integrations", "tests/models", "tests/families"),
     *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
 )
-PROGRAMS = "tests/test_programs.py"
 ONE = ("-m", "pytest")
 SHARED = (*ONE, "-n", NUM_WORKERS, "--dist", "worksteal")
 LANES = {
     "default": SHARED,
     "sim": (*SHARED, "-m", "sim and not cuda", "tests/sim"),
-    "bench": (*SHARED, "-m", "bench", PROGRAMS),
-    "soak": (*ONE, "-n", "2", "--dist", "worksteal", "-m", "soak", PROGRAMS),
-    "families": (*SHARED, "-m", "families and not cuda", "tests"),
-    "service": (*SHARED, "-m", "service", "tests/service", "tests/remote", "tests/contract"),
-    "remote": (*SHARED, "-m", "remote", "tests"),
-    "page": (*SHARED, "-m", "page", "tests/service", PROGRAMS),
-    "core": ("tests/golden/read_with_core.py",),
-    "wheel": ("tests/wheel/use_wheel.py",),
+    "extended": (*SHARED, "-m", "extended"),
+    "programs": (*SHARED, "-m", "programs", "tests/test_programs.py"),
     "windows": (*SHARED, *ON_WINDOWS),
     "cuda": (*ONE, "-m", "sim and cuda", "tests/sim"),
     "floor": ("tests/golden/read_with_core.py",),
@@ -64,9 +57,8 @@ LANES = {
 }
 """What Python runs in each lane."""
 OPT_IN = ("floor", "deepspeed", "onetrainer-pins")
-IN_MEMORY = ("default", "windows", "sim", "families", "service", "remote", "page", "onetrainer-pins")
+IN_MEMORY = ("default", "sim", "extended", "windows", "onetrainer-pins")
 ENVIRONMENTS = {
-    "core": bootstrap.Environment(".venv-core", "constraints-core.txt"),
     "floor": bootstrap.Environment(".venv-floor", "constraints-floor.txt", interpreter="python3.10"),
     "onetrainer-pins": bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "encode,test"),
 }
@@ -125,7 +117,7 @@ def run_lane(name: str, *for_pytest: str) -> bool:
     """Run the tests of a lane. Returns whether they passed; a lane without tests fails."""
     print(f"lane {name}", flush=True)
     start, program, made = time.monotonic(), LANES[name], ENVIRONMENTS.get(name)
-    if name == "page":
+    if name == "extended":
         install_chromium()
     is_ready = install_deepspeed() if name == "deepspeed" else made is None or installed(made)
     variables = {"PYTHONPATH": os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])} if "-p" in program else {}

@@ -25,21 +25,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from the shel
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SERVICE_TESTS = ("tests/service/", "tests/remote/", "tests/contract/test_remote_store.py")
-REMOTE_TESTS = ("tests/buckets/", "tests/scaleout/")
-OTHER_LANES = ("page", "bench", "soak", "sim")
+WITH_SERVERS = (
+    *("tests/service/", "tests/remote/", "tests/contract/test_remote_store.py", "tests/buckets/", "tests/scaleout/"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that need a server process in their own lanes: a server takes seconds to start."""
+    """Put tests that need a server process in the lane `extended`: a server takes seconds to start."""
     for item in items:
-        if any(map(item.get_closest_marker, OTHER_LANES)):
-            continue
-        if item.nodeid.startswith(SERVICE_TESTS):
-            item.add_marker("service")
-        elif item.nodeid.startswith(REMOTE_TESTS):
-            item.add_marker("remote")
+        if item.nodeid.startswith(WITH_SERVERS):
+            item.add_marker("extended")
 
 
 @pytest.fixture(autouse=True)

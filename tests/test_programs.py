@@ -1,4 +1,7 @@
-"""Benchmarks and soak programs run at a tiny size. Only failed cases count, not what a benchmark measures."""
+"""Programs as processes: benchmarks and soak programs at a tiny size, the core's own environment, the wheel.
+
+Of a benchmark or a soak program only failed cases count, not what it measures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+pytestmark = pytest.mark.programs
+
+TESTS = Path(__file__).parent
+SCRIPTS = TESTS.parent / "scripts"
 COLD = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped here")
 PRELOADED = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler named cc"
@@ -24,13 +30,13 @@ ON_SIMULATED_DEVICE = (
 )
 
 
-def benchmark(name: str, *parts: str, marks: Any = pytest.mark.bench) -> Any:
+def benchmark(name: str, *parts: str, marks: Any = ()) -> Any:
     return pytest.param(name, parts, marks=marks, id=" ".join([name, *parts]))
 
 
 def run(script: str, folder: Path, *arguments: str, on_simulated_device: bool = False) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--tiny", "--folder", str(folder), *arguments]
-    paths = [str(SCRIPTS), str(SCRIPTS.parent / "tests/sim"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(SCRIPTS), str(TESTS / "sim"), os.environ.get("PYTHONPATH", "")]
     if on_simulated_device:
         command[1:1] = ["-c", ON_SIMULATED_DEVICE]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -44,7 +50,7 @@ def run(script: str, folder: Path, *arguments: str, on_simulated_device: bool = 
     ("script", "parts"),
     [
         benchmark("bench_read", "warm"),
-        benchmark("bench_read", "cold", "packs", "wait", marks=[pytest.mark.bench, COLD]),
+        benchmark("bench_read", "cold", "wait", marks=COLD),
         benchmark("bench_write"),
         benchmark("bench_precache"),
         benchmark("bench_onetrainer"),
@@ -70,7 +76,6 @@ FIGURES = {
 }
 
 
-@pytest.mark.bench
 @pytest.mark.parametrize("parts", [("ceilings", "vae", "text", "copies"), ("step", "phases", "decode", "checkpoint")])
 def test_each_part_of_the_program_for_a_card_runs_on_the_cpu(parts, tmp_path):
     result = run("bench_cuda", tmp_path, "--json", "--device", "cpu", "--repetitions", "1", "--part", *parts)
@@ -83,7 +88,6 @@ ANYWHERE = ("batches", "syncs", "memory", "leaving")
 CHECKS = {"cpu": (*ANYWHERE, "flags", "numbers", "halving", "ddp", "validation"), "sim": ANYWHERE}
 
 
-@pytest.mark.bench
 @pytest.mark.parametrize("device", CHECKS)
 def test_the_checks_for_a_card_pass_on_other_devices(device, tmp_path):
     """The CPU skips `leaving`, which needs a second device. The simulated one runs what depends on the device."""
@@ -93,7 +97,6 @@ def test_the_checks_for_a_card_pass_on_other_devices(device, tmp_path):
     assert skipped == (["leaving"] if device == "cpu" else [])
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("script", "part", "figures"),
     [
@@ -110,3 +113,18 @@ def test_no_case_of_a_soak_program_fails(script, part, figures, tmp_path):
     assert result["failures"] == 0 and result["n"] > 0
     for name, least in figures.items():
         assert sum(goal["figures"].get(name, 0) for goal in result["goals"]) >= least, f"too few cases with {name}"
+
+
+@pytest.mark.timeout(1200)  # the first run installs torch
+def test_the_core_alone_reads_the_golden_cache(monkeypatch):
+    """Its packages are at their lowest supported releases, except torch."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bootstrap
+
+    core = bootstrap.Environment(".venv-core", "constraints-core.txt")
+    bootstrap.install(core)
+    subprocess.run([str(core.python), str(TESTS / "golden/read_with_core.py")], check=True)
+
+
+def test_the_wheel_and_the_source_distribution_build_and_run():
+    subprocess.run([sys.executable, str(TESTS / "wheel/use_wheel.py")], check=True)

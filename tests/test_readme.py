@@ -101,7 +101,7 @@ def test_python_in_docs_runs(page):
     run_blocks(page)
 
 
-@pytest.mark.remote
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore")
 def test_datasets_loads_the_parquet_file(make_config, tmp_path):
     config = make_config(**{"cache.path": tmp_path / "cache/quickstart"})  # where the recipe expects it

@@ -9,7 +9,7 @@ from test_remote_store import RemoteStoreContract
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
 
-pytestmark = pytest.mark.remote
+pytestmark = pytest.mark.extended
 
 
 class TestBucketStore(RemoteStoreContract):

@@ -81,7 +81,7 @@ def small_config(name: str, folder: Path) -> Config:
     return load_config(CONFIGS / f"{name}.yaml", overrides=overrides)
 
 
-@pytest.mark.families
+@pytest.mark.extended
 @ALL
 def test_its_tiny_model_is_cached_validated_and_trained(
     name: str, tmp_path: Path, script: Any, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from latentcache.models.vae import vae_facts
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.noise_schedule import NoiseSchedule
 
-pytestmark = pytest.mark.families
+pytestmark = pytest.mark.extended
 
 PAIR = TEXTS[:2]
 """Of unequal length. The run encoded the two together, as the pipelines do here: alone the last bits may differ."""

@@ -30,7 +30,7 @@ from latentcache.validation.sample_images import (
     scheduler_copy,
 )
 
-pytestmark = pytest.mark.families
+pytestmark = pytest.mark.extended
 
 F32 = torch.float32
 TEXT = TEXTS[1]

@@ -22,7 +22,7 @@ from latentcache.models.vae import encode_images
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.preparation import TextKeys
 
-pytestmark = pytest.mark.families
+pytestmark = pytest.mark.extended
 
 
 def text_key(models: Models, folder: Path, text: str = TEXTS[1], *, negative: bool = False, **settings: Any) -> str:

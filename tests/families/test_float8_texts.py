@@ -32,7 +32,7 @@ def texts_of(folder: Path, models: LoadedModels, dtype: str) -> tuple[dict[str, 
     return {entry.record.identity["source"]: entry for entry in entries if entry.record.kind == "text"}, report
 
 
-@pytest.mark.families
+@pytest.mark.extended
 @pytest.mark.parametrize("name", PADDED)
 def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_path: Path) -> None:
     family = family_named(name)

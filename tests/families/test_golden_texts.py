@@ -21,7 +21,7 @@ from helpers.tiny_models import frozen, randomised, tiny_encoders
 from latentcache.families import FAMILIES, family_named
 from latentcache.families.base import MASK
 
-pytestmark = pytest.mark.families
+pytestmark = pytest.mark.extended
 
 FILE = Path(__file__).with_name("golden_texts.json")
 TEXTS = ("cat", "a red cat on the table")

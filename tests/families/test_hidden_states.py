@@ -40,7 +40,7 @@ def encoded(name: str, **changed: Any) -> torch.Tensor:
         return family.encode_text(parts, tokens, recipe)["prompt_embeds"][0]
 
 
-@pytest.mark.families
+@pytest.mark.extended
 @pytest.mark.parametrize("name", FAMILIES)
 def test_those_weights_are_digested_that_change_the_result(name: str) -> None:
     """Each layer of them does, and the others do not."""

@@ -21,7 +21,7 @@ from latentcache.families import family_named
 from latentcache.models.denoiser import check_fits, load_denoiser
 from latentcache.models.model_loader import ModelLoader
 
-pytestmark = pytest.mark.families
+pytestmark = pytest.mark.extended
 
 PROJECTED, WHOLE = family_named("ideogram4-projected"), family_named("ideogram4")
 LAYERS = ("llm_cond_norm", "llm_cond_proj")

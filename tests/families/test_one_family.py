@@ -167,7 +167,7 @@ def test_images_are_those_of_the_distilled_pipeline(name: str) -> None:
     assert not torch.equal(found, plain)
 
 
-@pytest.mark.families
+@pytest.mark.extended
 def test_a_validation_asks_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, seen = family_named("krea2"), []
     parts = tiny_model(family.name)

@@ -144,7 +144,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return pipeline, folder
 
 
-@pytest.mark.families
+@pytest.mark.extended
 def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(model: tuple[Any, Path]) -> None:
     pipeline, folder = model
     size = {"height": 32, "width": 32, "num_frames": 1, "output_type": "latent"}
@@ -185,7 +185,7 @@ def of_expert(config: Config, name: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"denoiser": name})})
 
 
-@pytest.mark.families
+@pytest.mark.extended
 def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None:
     shift, boundary = tiny_model("wan")["scheduler"].config.flow_shift, BOUNDARY
     first = 1000 * boundary / (shift - (shift - 1) * boundary)  # of the unshifted schedule
@@ -200,7 +200,7 @@ def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None
     assert other is not None and other.loss.mean != high.loss.mean
 
 
-@pytest.mark.families
+@pytest.mark.extended
 def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_path: Path, monkeypatch: Any) -> None:
     config, seen = of_expert(cached, "transformer_2"), []
     wan = type(family_named("wan"))
@@ -220,7 +220,7 @@ def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_
     assert trained["loss"] == found.loss.mean != plain.loss.mean
 
 
-@pytest.mark.families
+@pytest.mark.extended
 def test_images_are_refused_for_one_of_two_experts(cached: Config) -> None:
     validation = cached.validation.model_copy(update={"prompts": ("a cat",)})
     with pytest.raises(ConfigError, match=r"images need all timesteps.*from 0\.875 to 1\.0.*set it to \[\]") as caught:

@@ -34,7 +34,7 @@ from latentcache.precache.workspace import open_workspace
 from latentcache.validation.runner import ValidationRunner
 from latentcache.validation.sample_images import PromptPair, prompt_embeddings
 
-pytestmark = pytest.mark.families
+pytestmark = pytest.mark.extended
 
 FAMILY = family_named("wan-i2v")
 TEXT = TEXTS[1]

@@ -1,7 +1,7 @@
 """Reads the golden cache with the packages of `pip install latentcache` alone, at their lowest releases but for torch.
 
-The lane `core` of scripts/test.py runs this program in an environment that has nothing else. A test of loading runs it
-where the other packages are there and cannot be imported.
+tests/test_programs.py runs this program in an environment that has nothing else, the lane `floor` on the oldest Python
+and torch. A test of loading runs it where the other packages are there and cannot be imported.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def value(recorded: Any, parts: dict[str, Any]) -> Any:
     return recorded
 
 
-@pytest.mark.families
+@pytest.mark.extended
 @pytest.mark.parametrize("family", sorted(RECORDED))
 @pytest.mark.parametrize("host", ["own", "mgds"])
 def test_every_module_is_known_and_each_of_its_settings_is_read(host: str, family: str) -> None:

@@ -30,15 +30,15 @@ from latentcache.models.files import family_of
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 
-FAMILIES_LANE = pytest.mark.families
+EXTENDED = pytest.mark.extended
 
 # A denoiser: diffusers converts it, and all counts.
 
 FILES = [
     ("z-image", ""),
     ("z-image", ORIGINAL_PREFIX),
-    pytest.param("sd15", ORIGINAL_PREFIX, marks=FAMILIES_LANE),
-    pytest.param("wan", "", marks=FAMILIES_LANE),  # by diffusers' names; some of its modules stay in float32
+    pytest.param("sd15", ORIGINAL_PREFIX, marks=EXTENDED),
+    pytest.param("wan", "", marks=EXTENDED),  # by diffusers' names; some of its modules stay in float32
 ]
 
 
@@ -98,7 +98,7 @@ def test_a_file_with_the_statistics_of_another_model_is_refused(tmp_path: Path) 
         vae_loader_of("ideogram4", vae, file).vae_facts()
 
 
-@FAMILIES_LANE
+@EXTENDED
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_a_vae_by_diffusers_names_and_in_the_layout_of_its_authors(name: str, tmp_path: Path) -> None:
     vae, family = real_vae(name).eval().requires_grad_(False), family_named(name)
@@ -136,7 +136,7 @@ def loader_of(name: str, file: Path) -> ModelLoader:
     return ModelLoader(str(file), config=str(config), family=family_named(name))
 
 
-@FAMILIES_LANE
+@EXTENDED
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_part_is_that_of_the_file(name: str, tmp_path: Path) -> None:
     parts = tiny_encoders(name, 3)
@@ -171,7 +171,7 @@ def anima_files(folder: Path, prefix: str, of_encoder: str) -> dict[str, Any]:
     return parts
 
 
-@FAMILIES_LANE
+@EXTENDED
 @pytest.mark.parametrize(("prefix", "of_encoder"), [("net.", "model."), ("", ""), (ORIGINAL_PREFIX, "")])
 def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
     prefix: str, of_encoder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -197,7 +197,7 @@ def test_a_denoiser_s_file_has_the_conditioner_of_its_texts_inside(
     assert caught.value.part == "text_conditioner"
 
 
-@FAMILIES_LANE
+@EXTENDED
 def test_a_denoiser_s_file_runs_with_its_own_conditioner(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Else with that of the model: a finetune's differs."""
     parts, family = anima_files(tmp_path, "net.", ""), family_named("anima-states")
@@ -213,7 +213,7 @@ def test_a_denoiser_s_file_runs_with_its_own_conditioner(tmp_path: Path, caplog:
     assert_same_state(load_denoiser(file, dtype=F32, model=model, family=family).text_conditioner, others)
 
 
-@FAMILIES_LANE
+@EXTENDED
 @pytest.mark.parametrize(
     ("name", "of_vae"),
     [

@@ -22,7 +22,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.row_table import Ref
 from latentcache.service.page.views import url
 
-pytestmark = pytest.mark.page
+pytestmark = pytest.mark.extended
 
 CHROMIUM = Path("/usr/bin/chromium")
 # The second line: no connection of Chromium's own, which would fail here, and write to its log.

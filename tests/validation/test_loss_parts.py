@@ -137,7 +137,7 @@ def loss_by_hand(predicted: torch.Tensor, target: torch.Tensor, downscale: int) 
     return float((errors.reshape(-1, rows, rows) * torch.from_numpy(weights)).mean())
 
 
-@pytest.mark.families
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_losses_count_as_their_masks_say(name: str, script: Any, tmp_path: Path) -> None:
     family, parts = family_named(name), tiny_model(name)

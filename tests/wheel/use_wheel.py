@@ -1,6 +1,6 @@
-"""Builds the wheel and the source distribution, and uses the wheel outside the repository: the lane `wheel`.
+"""Builds the wheel and the source distribution, and uses the wheel outside the repository.
 
-The wheel's environment finds the dependencies in the environment that runs this. The lane `core` and
+The wheel's environment finds the dependencies in the environment that runs this. tests/golden/read_with_core.py and
 tests/test_package.py show that they are declared.
 """
 

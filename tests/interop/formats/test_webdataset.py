@@ -116,7 +116,7 @@ def test_what_a_dtype_cannot_hold_is_skipped(tmp_path: Path) -> None:
         webdataset.export(cache, "foreign", tmp_path / "brain", dtype=torch.bfloat16)
 
 
-@pytest.mark.remote
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore")
 def test_webdataset_reads_an_export(tmp_path: Path) -> None:
     import webdataset as wds
