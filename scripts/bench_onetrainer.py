@@ -1,8 +1,6 @@
 """Compare latentcache in OneTrainer's pipeline with mgds' DiskCache: one sample, a warm epoch, a warm start, filling.
 
     python scripts/bench_onetrainer.py              # a table; takes a minute and 1 GB of disk
-    python scripts/bench_onetrainer.py --json       # one document
-    python scripts/bench_onetrainer.py --tiny       # for correctness only
 
 Needs a clone of the project, because the pipelines' host belongs to the tests. If mgds can be imported (installed, or
 with its `src` in MGDS_SRC), both caches run in mgds' own pipeline. Otherwise only latentcache runs, in the tests' host.

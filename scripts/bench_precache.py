@@ -1,8 +1,6 @@
 """Throughput of precaching relative to its ceiling: the slower of the encoder alone and image decoding alone.
 
     python scripts/bench_precache.py              # a table; about ten minutes on two cores
-    python scripts/bench_precache.py --json       # one document
-    python scripts/bench_precache.py --tiny       # for correctness only
 
 Each figure is the ratio of two times from the same round; the methods alternate. OMP_WAIT_POLICY=passive is set unless
 it is set already, as `latentcache precache` does. `run` is the real `run_precache` into a new cache on disk: planning,

@@ -2,8 +2,6 @@
 
     python scripts/bench_scale.py                  # all parts; an hour, 3 GB of disk
     python scripts/bench_scale.py --part index     # one part: a minute and 100 MB
-    python scripts/bench_scale.py --json           # one document
-    python scripts/bench_scale.py --tiny           # for correctness only
 
 index     open, find, look up and add, and memory, for ten thousand to a million entries: half images (moments) and half
           texts (two fields) of 1024x1024 samples, in packs of 64 MiB. The packs are sparse files of the right size, as

@@ -1,8 +1,6 @@
 """How fast entries become durable: packs against one file per entry.
 
     python scripts/bench_write.py              # a table; some minutes, 15 GB of disk at a time
-    python scripts/bench_write.py --json       # one document
-    python scripts/bench_write.py --tiny       # for correctness only
 
 Entries have the size of 1024x1024 samples in float16. `latents` are image entries (128 KiB); `samples` alternate them
 with text entries (prompt_embeds and pooled_prompt_embeds, 310.5 KiB). 1, 2 and 4 processes write at once into one cache

@@ -81,12 +81,20 @@ def device_name(device: torch.device) -> str:
 
 def make_parser(description: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(description, parts)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for correctness only")
     parser.add_argument("--repetitions", type=int, default=7, help="rounds (default: %(default)s)")
+    return parser
+
+
+def program_parser(description: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks and soak programs share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for correctness only")
     parser.add_argument("--folder", type=Path, help="parent of the temporary folder (default: the system's)")
-    parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts (default: all)")
+    parser.add_argument(
+        "--part", nargs="+", choices=[*parts], default=[*parts], help="run only these parts (default: all)"
+    )
     return parser
 
 
@@ -113,7 +121,7 @@ def run_parts(parts: Mapping[str, Callable[[Path, argparse.Namespace], Any]], op
     """
     result: dict[str, Any] = {"environment": environment(getattr(options, "device", "cpu"), options.folder)}
     failed, seconds = {}, {}
-    for name in options.part or parts:
+    for name in options.part:
         print(f"{name} ...", file=sys.stderr, flush=True)
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:

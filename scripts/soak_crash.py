@@ -2,7 +2,6 @@
 
     python scripts/soak_crash.py                              # all parts: hours
     python scripts/soak_crash.py --part kill --n 100
-    python scripts/soak_crash.py --tiny
 
 After an interruption the cache must open. No entry may be wrong; no acknowledged entry and none that existed before and
 after the operation may be lost; each manifest is the old or the new one; nothing half-done remains; and running the
@@ -44,7 +43,7 @@ from typing import Any
 
 import torch
 from file_operations import KILL, NEVER, REFUSALS, Change, FileOperations, preloaded
-from soaking import Goal, Soak, config_of, digest_of, run_soak, write_photo
+from soaking import Goal, Soak, config_of, digest_of, run_soak, say, write_photo
 
 # isort: split
 from helpers.foreign_samples import Foreign, pairs
@@ -270,7 +269,7 @@ def moments(soak: Soak, scene: Scene, files: FileOperations, error: int) -> list
     with files.refusing(NEVER, error):
         scene.run()
     total, most = files.num_seen, min(files.num_seen, soak.n)
-    soak.say(f"{scene.name}: {total} operations can meet {errno.errorcode.get(error, 'a kill')}")
+    say(f"{scene.name}: {total} operations can meet {errno.errorcode.get(error, 'a kill')}")
     return sorted({1 + number * total // most for number in range(most)})
 
 
@@ -412,7 +411,7 @@ def power(soak: Soak) -> None:
                 scene.check()
                 if goal.n % RERUN_CUTS_EVERY == 0:
                     scene.finish()
-        soak.say(f"{scene.name}: {len(changes)} changes")
+        say(f"{scene.name}: {len(changes)} changes")
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
     python scripts/soak_load.py                           # all parts: 40 minutes
     python scripts/soak_load.py --part mixed --n 600
-    python scripts/soak_load.py --tiny
 
 writers  8 runs of `precache` at once over one dataset of --n images
 mixed    two trainers, a precacher, `verify`, `prune` and `compact` on one cache, for --n seconds. First a trainer runs
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from soaking import Goal, Soak, config_of, digest_of, run_soak, write_photo
+from soaking import Goal, Soak, config_of, digest_of, run_soak, say, write_photo
 
 from latentcache import (
     BucketBatchSampler,
@@ -172,7 +171,7 @@ def mixed(soak: Soak) -> None:
             write_photo(soak.folder / name / f"{number}.png", first + number)
         run_precache(config_of(cache, name, soak.folder / name))
     [solo] = together(soak.goal("a trainer alone"), [partial(train, cache, seed, 0.0)])
-    soak.say(f"alone: {solo['num_runs']} steps, {solo['rate']:.2f} a second")
+    say(f"alone: {solo['num_runs']} steps, {solo['rate']:.2f} a second")
 
     goal = soak.goal("two trainers, precache, verify, prune, compact at once: no error, batches equal the solo run's")
     until = time.time() + soak.n

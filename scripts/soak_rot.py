@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 from soak_crash import PACK_ENTRIES, Precache
-from soaking import Goal, Soak, digest_of, run_soak
+from soaking import Goal, Soak, digest_of, run_soak, say
 
 from latentcache.errors import LatentCacheError
 from latentcache.loading.cache import LatentCache
@@ -173,7 +173,7 @@ def rot(soak: Soak) -> None:
         for name, kind, changed in islice(damages, num):
             with goal.case(name):
                 victim.suffer(goal, kind, changed)
-        soak.say(f"{text}: {goal.figures}, {goal.failures} failures")
+        say(f"{text}: {goal.figures}, {goal.failures} failures")
 
 
 PARTS = {"rot": (rot, 10_000, 100)}

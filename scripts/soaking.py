@@ -21,7 +21,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from benchmarking import environment
+from benchmarking import environment, program_parser
 
 from latentcache.config import Config
 from latentcache.identity import digest
@@ -32,6 +32,11 @@ from helpers.tiny_configs import config_of_dataset
 
 MAX_KEPT = 50
 """Failures per goal that are reported with a traceback. All of them are counted."""
+
+
+def say(text: str) -> None:
+    """Print a line of progress to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)
@@ -52,7 +57,7 @@ class Goal:
             yield
         except Exception as error:
             self.failures += 1
-            print(f"FAILED {name}: {error!r}", file=sys.stderr, flush=True)
+            say(f"FAILED {name}: {error!r}")
             if self.failures <= MAX_KEPT:
                 self.failed.append(f"{name}: {error!r}\n{traceback.format_exc()}")
 
@@ -74,10 +79,6 @@ class Soak:
         self.goals.append(Goal(text))
         return self.goals[-1]
 
-    def say(self, text: str) -> None:
-        """Print a line of progress to stderr."""
-        print(text, file=sys.stderr, flush=True)
-
 
 Parts = Mapping[str, tuple[Callable[[Soak], None], int, int]]
 """Function, full size and tiny size of each part, by name."""
@@ -88,15 +89,10 @@ def run_soak(parts: Parts, description: str | None) -> int:
 
     Returns the exit code: 1 if a case failed or a goal had no case.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(description, parts)
     sizes = ", ".join(f"{n:,} of {name}" for name, (_, n, _) in parts.items())
     parser.add_argument("--n", type=int, help=f"size of each part (default: {sizes})")
-    parser.add_argument(
-        "--part", nargs="+", choices=list(parts), default=list(parts), help="run only these parts (default: all)"
-    )
-    parser.add_argument("--tiny", action="store_true", help="use small sizes")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="parent of the temporary folder (default: the system's)")
     options = parser.parse_args()
     start, goals = time.monotonic(), []
     for name in options.part:
