@@ -135,10 +135,10 @@ class CacheDirectory:
             sweep_temporaries(folder)
 
     def _pack_folders(self) -> list[Path]:
-        if not os.path.lexists(self.packs):
-            return []
-        with system_errors(self.packs), os.scandir(self.packs) as entries:
+        # Not `exists`, which says no where the system refuses to look: all packs would count as missing.
+        with system_errors(self.packs), suppress(FileNotFoundError), os.scandir(self.packs) as entries:
             return [self.packs / entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir()]
+        return []
 
 
 def remove_unless_mapped(path: Path) -> bool:

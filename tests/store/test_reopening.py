@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from store_samples import assert_holds, key, payload, sample, samples
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreBusyError
+from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, disk
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 from latentcache.utils.durable_files import remove_whole
@@ -173,3 +176,22 @@ def test_an_index_that_is_deleted_under_a_store_is_not_replaced_by_an_empty_one(
         assert_holds(store, 0)  # what is known is read all the same
         rebuild(store)
         assert_knows(store, [0, 1, 2])  # that pack was whole before the index was asked
+
+
+def test_packs_that_the_system_refuses_to_look_at_once_are_not_lost(root, monkeypatch):
+    with DiskStore(root) as store:
+        store.add(samples(*range(4)))
+        store.remove([key(0)])
+
+    real = os.lstat
+
+    def refuse(path, **options):
+        if Path(path) == root / "packs":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **options)
+
+    with monkeypatch.context() as patch, suppress(StoreError):
+        patch.setattr(os, "lstat", refuse)
+        DiskStore(root).close()
+    with DiskStore(root) as store:
+        assert_knows(store, {1, 2, 3})
