@@ -220,6 +220,9 @@ class _Run:
                 self._encode_remotely(self.remote_encoders, failures)
         for number, manifest in enumerate(plan.manifests):
             plan.manifests[number], failed = failures.refused_in(manifest)
+            if manifest.role == "prompts":  # those read with a sample's bad control image count with the sample
+                known = {(each.path, each.reason) for each in report.refused}
+                failed = [each for each in failed if (each.path, each.reason) not in known]
             report.refused += failed
             report.failed += [refusal.path for refusal in failed]
         if not report.interrupted and self.only is None:
@@ -233,7 +236,7 @@ class _Run:
         it encodes.
         """
         report, store = self.report, self.workspace.store
-        captions = CutCaptions(store) if isinstance(store, DiskStore) else None
+        captions = CutCaptions(store, self.workspace.memo) if isinstance(store, DiskStore) else None
         if captions is not None:
             report.num_truncated_captions, report.truncated_captions = 0, []
         for table in (manifest.rows for manifest in self._plan.manifests if manifest.role != "prompts"):
@@ -345,13 +348,14 @@ class _Failures:
 
     def _refusal(self, row: Row) -> Refusal:
         """The refusal of a sample that needs a failed entry, which may be that of an equal image in another sample."""
-        ref = next(ref for ref in row.refs() if ref.key in self._by_key)
+        # Captions last: a control image that cannot be read also costs the texts that are read with it.
+        ref = next(ref for ref in (*row.images, *row.parts, *row.captions) if ref.key in self._by_key)
         failure = self._by_key[ref.key]
-        detail, path = failure.detail, row.path
+        detail, path = failure.detail, failure.path or row.path
         if ref in row.parts:
-            detail, path = f"{ref.role}: {detail}", failure.path or row.path
-        elif failure.path not in (None, row.path):
-            detail = f"the same image at {failure.path}: {detail}"
+            detail = f"{ref.role}: {detail}"
+        elif ref in row.images and path != row.path:
+            detail, path = f"the same image at {path}: {detail}", row.path
         return Refusal(row.sample_id, path, failure.reason, detail)
 
     def forget(self, keys: Iterable[str]) -> None:

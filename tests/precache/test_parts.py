@@ -191,10 +191,14 @@ def test_a_damaged_control_image_costs_the_text_of_its_sample_alone(
     monkeypatch.setattr(type(SDXL), "text_reads_control", True)
     monkeypatch.setattr(type(SDXL), "tokenize_with_control", tokenize)
     corrupt(pairs / "before/a.png")
-    config = config_of(pairs)
-    report = run_precache(config)
-    assert [(refusal.sample_id, refusal.reason) for refusal in report.refused] == [("a.png", "corrupt")]
-    assert "control image" in report.refused[0].detail and row_of(config, "b.png").refusal is None
+    config = config_of(pairs, role="validation")
+    prompts = config.validation.model_copy(update={"prompts": ("photo a",), "path": pairs / "results"})
+    report = run_precache(config.model_copy(update={"validation": prompts}))
+    # The negative prompt that is read with the same control image is missing too, but is no further sample.
+    [refusal] = report.refused
+    assert (refusal.sample_id, refusal.reason) == ("a.png", "corrupt") and len(report.failed) == 1
+    assert refusal.path == str(pairs / "before/a.png") and refusal.detail.startswith("control 1: it cannot be decoded")
+    assert row_of(config, "a.png").refusal == refusal and row_of(config, "b.png").refusal is None
 
 
 # Masked images, for denoisers that inpaint: their latents, their keys, batches of them, and the loss
