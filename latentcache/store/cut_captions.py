@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
+import latentcache
 from latentcache.errors import PackError
 from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.store.disk import DiskStore
 from latentcache.store.pack import WholePack
+from latentcache.utils.json_document import recalled
 
 _CLIP_TOKENS = 77
 """CLIP's token limit. The recipes of all other encoders have a `max_length`."""
@@ -22,6 +25,7 @@ _Counts = msgspec.defstruct("_Counts", [("num_tokens", Any, None), ("token_limit
 _Record = msgspec.defstruct("_Record", [("identity", _Identity), ("provenance", _Counts)])
 _RECORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Record)
 """Parses only the needed part of a caption's record: that is faster, and file names there need not be UTF-8."""
+_ROWS = msgspec.json.Decoder(list[int])
 _parsed = lru_cache(64)(msgspec.json.decode)
 
 
@@ -47,35 +51,38 @@ def num_cut_tokens(encoding: Any, provenance: Mapping[str, Any]) -> int:
 class CutCaptions:
     """Finds truncated captions by their records. It is thread-safe.
 
-    The records of a pack are read once, since a pack never changes.
+    The records of a pack are read once, since a pack never changes; `memo` remembers what they say.
     """
 
-    def __init__(self, store: DiskStore):
+    def __init__(self, store: DiskStore, memo: MutableMapping[str, str] | None = None):
         self._store = store
-        self._by_pack = dict[str, np.ndarray]()  # bool [num_entries]
+        self._memo = {} if memo is None else memo
 
     def flags(self, keys: np.ndarray) -> np.ndarray:
         """Whether each of these captions, uint8 [n, 32], was truncated: bool [n]. False for those of a damaged pack."""
         packs, places = self._store.places(keys)
         flags = np.zeros(len(keys), np.bool_)
         for number in np.unique(places[:, 0]).tolist():
-            if number >= 0 and (cut := self._cut_in(packs[number])) is not None:
+            if number >= 0 and (cut := self._cut_in(packs[number])):
                 here = places[:, 0] == number
-                flags[here] = cut[places[here, 1]]
+                flags[here] = np.isin(places[here, 1], cut)
         return flags
 
-    def _cut_in(self, pack: str) -> np.ndarray | None:
-        if (known := self._by_pack.get(pack)) is not None:
+    def _cut_in(self, pack: str) -> list[int]:
+        """The rows of a pack's truncated captions."""
+        name = f"cut captions {latentcache.__version__} {pack}"  # another version may know more families
+        if (known := recalled(self._memo, name, _ROWS.decode)) is not None:
             return known
         try:
             whole = WholePack.in_file(self._store.path_of(pack))
         except (FileNotFoundError, PackError):  # compacted or damaged since: the service's health page tells which
-            return None
-        cut = np.zeros(len(whole.row.keys), np.bool_)
-        for row in range(len(cut)):
+            return []
+        cut = list[int]()
+        for row in range(len(whole.row.keys)):
             if whole.row.pack.group_of(row).kind == "text":
                 record = _RECORDS.decode(whole.json(row))
                 counts = msgspec.structs.asdict(record.provenance)
-                cut[row] = num_cut_tokens(_parsed(bytes(record.identity.encoding)), counts) > 0
-        self._by_pack[pack] = cut
+                if num_cut_tokens(_parsed(bytes(record.identity.encoding)), counts):
+                    cut.append(row)
+        self._memo[name] = json.dumps(cut)
         return cut
