@@ -229,7 +229,7 @@ def test_what_is_missing_is_encoded(script, cold, options):
     config = training_only(cold)
     run_precache(config)
     with LatentCache(config.cache) as cache:
-        keys = [*cache.manifest("second").rows.entry_keys()]
+        keys = [*cache.manifest("second").keys()]
         assert cache.store.remove(keys) >= 4
     assert script.train(config, replace(options, steps=1, encode=True))["step"] == 1
     with LatentCache(config.cache) as cache:

@@ -22,7 +22,7 @@ from latentcache.config import MAX_REPEATS, MAX_VARIANTS, PROMPTS_PREFIX, Share
 from latentcache.dataset.row_table import Row, RowTable
 from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, Rule, family_named
-from latentcache.identity import canonical_json, digest
+from latentcache.identity import canonical_json, digest, key_names
 from latentcache.utils.json_document import first_fault
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Manifest:
 
     def keys(self) -> set[str]:
         """The keys of all samples."""
-        return set(self.rows.entry_keys())
+        return set(key_names(self.rows.entry_keys()))
 
     @property
     def family(self) -> Family:

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from typing_extensions import override
 
 from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
@@ -203,8 +204,10 @@ def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -
             time.sleep(random.uniform(0.0, 0.05 * 2**attempt))
 
 
-def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:
-    """The keys of all manifests: what `prune` must keep. `unfinished` gives up what unfinished runs encoded.
+def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> np.ndarray:
+    """The keys of all manifests, which `prune` must keep: uint8 [n, 32].
+
+    `unfinished` gives up what unfinished runs encoded.
 
     Raises StoreError without any manifest, and while a run is unfinished.
     """
@@ -219,4 +222,4 @@ def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[s
             f"{path}: not finished: {begun}. Their entries are in no manifest yet and would be removed: run precache "
             "again to finish them, or pass --unfinished to remove their entries"
         )
-    return {key for name in names if (manifest := manifests.read(name)) for key in manifest.keys()}
+    return np.concatenate([manifest.rows.entry_keys() for manifest in map(manifests.read, names) if manifest])

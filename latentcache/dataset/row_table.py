@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,7 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.config import MAX_CONTROLS
-from latentcache.identity import is_key, key_names
+from latentcache.identity import is_key
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 COLUMNS: Mapping[str, tuple[str, int, str | None]] = {
@@ -312,18 +312,18 @@ class RowTable(Mapping[str, Row]):
 
     # As columns
 
-    def entry_keys(self, *, usable: bool = False) -> Iterator[str]:
-        """The keys of all images and companions, then of all captions, with duplicates.
+    def entry_keys(self, *, usable: bool = False) -> np.ndarray:
+        """The keys of all images and companions, then of all captions, with duplicates: uint8 [n, 32].
 
         `usable` leaves out refused rows.
         """
+        found = []
         for name in ("image", "caption"):
             keys = self.columns[f"{name}/keys"]
             if usable:
                 keys = keys[np.repeat(self._is_usable, np.diff(self.columns[f"{name}/offsets"]))]
-            keys = keys[keys.any(1)]
-            # In chunks: as text, all keys at once would take 100 bytes each.
-            yield from chain.from_iterable(key_names(keys[at : at + _CHUNK]) for at in range(0, len(keys), _CHUNK))
+            found.append(keys[keys.any(1)])
+        return np.concatenate(found)
 
     def ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first and the end position of these rows' images or captions (`name`: image or caption): int64 [n]."""
@@ -383,6 +383,10 @@ class RowTable(Mapping[str, Row]):
         found: np.ndarray = np.diff(num_before[self.columns[f"{name}/offsets"]]) > 0
         return found
 
+    def _has_any(self, flags_of: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Which rows have an image or caption whose flag is set: bool [n]. `flags_of` gives the flags of each."""
+        return np.asarray(self._has("image", flags_of("image")) | self._has("caption", flags_of("caption")))
+
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: int64 [m]."""
         return np.flatnonzero(self._is_usable)
@@ -396,8 +400,12 @@ class RowTable(Mapping[str, Row]):
 
     def unverified(self) -> np.ndarray:
         """The numbers of the usable rows with an entry that was imported and not verified, ascending."""
-        image, caption = [self._has(name, self.columns[f"{name}/unverified"]) for name in ("image", "caption")]
-        return np.flatnonzero((image | caption) & self._is_usable)
+        return np.flatnonzero(self._has_any(lambda name: self.columns[f"{name}/unverified"]) & self._is_usable)
+
+    def lacking(self, has: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """The numbers of the usable rows that lack an entry, ascending. `has` is that of a store."""
+        lost = self._has_any(lambda name: (keys := self.columns[f"{name}/keys"]).any(1) & ~has(keys))
+        return np.flatnonzero(lost & self._is_usable)
 
     def without_caption(self) -> np.ndarray:
         """The numbers of the usable rows whose only text is empty, ascending."""
@@ -413,9 +421,8 @@ class RowTable(Mapping[str, Row]):
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows that have any of these keys, ascending."""
         wanted = _sortable(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, _DIGEST_BYTES))
-        ours = {name: _sortable(self.columns[f"{name}/keys"]) for name in ("image", "caption")}
-        image, caption = (self._has(name, np.isin(each, wanted)) for name, each in ours.items())
-        return [*map(int, np.flatnonzero(image | caption))]
+        found = self._has_any(lambda name: np.isin(_sortable(self.columns[f"{name}/keys"]), wanted))
+        return [*map(int, np.flatnonzero(found))]
 
 
 class RowTableBuilder:

@@ -285,9 +285,9 @@ def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
         raise ConfigError("the config has no dataset with `role: train`, and validation reads the prompts of one")
     own = cache.restricted(training[0])
     try:
-        keys = {key for name in names for key in cache.manifest(name).rows.entry_keys(usable=True)}
+        tables = [cache.manifest(name).rows for name in names]
         prompts, negative = config.validation.prompts, config.validation.negative_prompt
         prompt_embeddings(own, prompts, negative, device="cpu", datasets=validation_sets(cache, config))
     except StoreError:
         return False
-    return len(cache.store.find(keys)) == len(keys)
+    return not any(len(table.lacking(cache.store.has)) for table in tables)

@@ -21,6 +21,7 @@ from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
+from latentcache.identity import key_names
 from latentcache.loading.batch import to_device, unpadded
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.choices import Choices, Chooser
@@ -264,9 +265,9 @@ class LatentDataset(Dataset[Batch]):
 
         This includes the empty text, if captions are dropped to it.
         """
-        keys = {key for part in self._parts for key in part.rows.entry_keys(usable=True)}
-        keys |= {part.empty_key for part in self._parts if part.empty_key}
-        return keys - self.cache.store.find(keys)
+        store, empty = self.cache.store, {part.empty_key for part in self._parts if part.empty_key}
+        listed = (part.rows.entry_keys(usable=True) for part in self._parts)
+        return (empty - store.find(empty)).union(*(key_names(keys[~store.has(keys)]) for keys in listed))
 
     def refs(self, visits: Visits) -> list[SampleRef]:
         """References to the samples of these visits. SampleError for a sample without the caption or image."""

@@ -103,27 +103,33 @@ def status_of(
     store: Store, manifests: Manifests, path: Path | str | None, captions: CutCaptions | None = None
 ) -> Status:
     """Count what an open store and its manifests hold; see `status`. `path` is for the report."""
-    present, stats = set(store.keys()), store.stats()
+    num_entries, stats, gone = sum(1 for _ in store.keys()), store.stats(), set[str]()
     if isinstance(store, DiskStore) and stats.num_packs < len(store.table.packs):
         # Pack files that are in the index were deleted from outside.
         gone = store.table.packs.keys() - store.directory.pack_sizes().keys()
-        locations = zip(present, store.look_up([*present]), strict=True)
-        present = {key for key, location in locations if location is not None and location.pack.id not in gone}
-    unused, counted = set(present), []
+        num_entries -= sum(num for pack, (num, _) in store.table.live_sizes().items() if pack in gone)
+
+    def has(keys: np.ndarray) -> np.ndarray:
+        if not gone:
+            return store.has(keys)
+        packs, places = store.places(keys)
+        found: np.ndarray = np.array([*(pack not in gone for pack in packs), False])[places[:, 0]]
+        return found
+
+    used, counted = [np.zeros((0, 32), np.uint8)], []
     for manifest in filter(None, map(manifests.read, manifests.names())):  # a listed one may be gone by now
-        rows, usable = manifest.rows, manifest.rows.usable()
-        unused.difference_update(rows.entry_keys())
-        cut = None
+        rows = manifest.rows
+        keys, cut = rows.entry_keys(), None
+        used.append(keys[has(keys)])
         if captions is not None and manifest.role != "prompts":
             cut = rows.usable_with("caption", captions.flags(rows.columns["caption/keys"]))
-        lacking = rows.rows_with(set(rows.entry_keys(usable=True)) - present)
         counted.append(
             ManifestStatus(
                 manifest.name,
                 manifest.role,
                 num_samples=len(rows),
                 num_refused=len(rows.refusals),
-                num_lost=len(np.intersect1d(lacking, usable)),
+                num_lost=len(rows.lacking(has)),
                 num_unverified=len(rows.unverified()),
                 imported_from=manifest.imported_from,
                 num_cut=None if cut is None else len(cut),
@@ -133,7 +139,7 @@ def status_of(
     return Status(
         str(path),
         stats.to_json(),
-        num_unused=len(unused),
+        num_unused=num_entries - len(np.unique(np.concatenate(used).view("S32"))),
         num_damaged=stats.num_damaged,
         num_lost=sum(manifest.num_lost for manifest in counted),
         num_refused=sum(manifest.num_refused for manifest in counted),

@@ -23,6 +23,7 @@ from latentcache.dataset.sources import open_source
 from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
+from latentcache.identity import key_names
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, for_images, load_models
 from latentcache.precache.plan import Stopped, make_plan
@@ -195,7 +196,7 @@ class _Run:
     def _refused_of(self, rows: Sequence[tuple[str, Row]], wanted: Set[str]) -> list[Refusal]:
         """Why wanted entries are not in the plan: a refusal for each of these manifest rows that needs one of them."""
         planned = {manifest.name: manifest.rows for manifest in self._plan.manifests}
-        lost = wanted - {key for table in planned.values() for key in table.entry_keys()}
+        lost = wanted - {key for manifest in self._plan.manifests for key in manifest.keys()}
         changed = "its image, its caption, the models or the settings have changed since it was precached"
         refused = []
         for name, row in rows:
@@ -394,11 +395,11 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
     waiting = []
     failures.share()
     for manifest in manifests:
-        needed = set(manifest.rows.entry_keys(usable=True))
-        absent = needed - workspace.store.find(needed)
+        needed = manifest.rows.entry_keys(usable=True)
+        absent = set(key_names(needed[~workspace.store.has(needed)]))
         failures.read_others(absent)
         manifest, _ = failures.refused_in(manifest)
-        if absent and (absent := absent & set(manifest.rows.entry_keys(usable=True))):
+        if absent and (absent := absent.intersection(key_names(manifest.rows.entry_keys(usable=True)))):
             waiting.append(manifest.name)
             logger.info(
                 "manifest %s waits for %d entries of other ranks, or that disappeared; if no rank is running, run "

@@ -26,6 +26,7 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
+from latentcache.identity import key_names
 from latentcache.location import kind_of
 from latentcache.remote.index import FarIndex
 from latentcache.remote.manifests import RemoteManifests
@@ -303,7 +304,7 @@ class Move:
         """Write the manifest to the target, once all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
             self._there, _ = self.target.packs()  # packs may have been removed meanwhile
-        keys = set(manifest.rows.entry_keys(usable=True))  # refused samples need not have entries
+        keys = set(key_names(manifest.rows.entry_keys(usable=True)))  # refused samples need not have entries
         missing = keys - self.target.index.find(keys)
         if self.dry_run:  # after `find`, the source's table also has the entries of leaving packs
             missing -= self.source.index.find(missing) | self.source.index.table.find(list(missing))

@@ -13,6 +13,8 @@ import logging
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 
+import numpy as np
+
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.bucket import PROBES, BucketTransport
 from latentcache.remote.index import FarIndex
@@ -179,10 +181,11 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
     # After the packs, because a manifest is written after its entries; runs first, because they end with a manifest.
     in_use = _keys_in_use(transport.url, manifests, [] if unfinished else manifests.unfinished())
     table, sizes = index.table, index.sizes
+    live, unneeded = table.live_sizes(), table.without(in_use).live_sizes()
 
     # Packs that were listed long enough ago. The table uses their copies only if no other pack has the key.
     due = {pack for pack, note in listed.items() if note.modified <= limit} - report.unreadable.keys()
-    counts = {pack for pack in due if not in_use.isdisjoint(table.entries_in(pack))}
+    counts = {pack for pack in due if live.get(pack) != unneeded.get(pack)}
     removed, needed = due - counts, {pack for pack in counts if not listed[pack].num_bytes}  # damaged: not made again
     if not dry_run:
         # Another run may have deleted a pack and a push may have sent it again: then it is younger than its note.
@@ -199,10 +202,9 @@ def prune(transport: Transport, *, grace_h: float, unfinished: bool = False, dry
     # Packs to be listed now. Younger ones may belong to a running push that has not written its manifest yet.
     table.drop_packs(index.leaving.keys() - needed)
     new = table.empty_packs()
-    for pack in [pack for pack, each in written.items() if each.modified <= limit]:
-        entries = table.entries_in(pack)
-        report.num_unused += len(entries.keys() - in_use)
-        if entries and in_use.isdisjoint(entries):
+    for pack in table.packs.keys() & {pack for pack, each in written.items() if each.modified <= limit}:
+        report.num_unused += unneeded.get(pack, (0, 0))[0]
+        if unneeded.get(pack) == live.get(pack):
             new.add(pack)
     report.num_listed, report.listed_bytes = len(new), sum(sizes[pack] for pack in new)
     if not dry_run:
@@ -224,8 +226,8 @@ def _check_clock(transport: Transport) -> None:
         raise StoreError(f"{transport.url}: {problem}. Set the clock, then run the command again")
 
 
-def _keys_in_use(url: str, manifests: RemoteManifests, runs: list[str]) -> set[str]:
-    """The keys of all manifests. StoreError, DatasetError: it is unclear which entries they need."""
+def _keys_in_use(url: str, manifests: RemoteManifests, runs: list[str]) -> np.ndarray:
+    """The keys of all manifests: uint8 [n, 32]. StoreError, DatasetError: it is unclear which entries they need."""
     names = manifests.names()
     if not names:
         raise StoreError(f"{url}: has no manifest, so prune would remove every entry; push a manifest first")
@@ -234,4 +236,4 @@ def _keys_in_use(url: str, manifests: RemoteManifests, runs: list[str]) -> set[s
             f"{url}: not finished: {', '.join(runs)}. Their entries are in no manifest yet and would be removed: run "
             "the same push or precache again to finish, or use --unfinished to give them up"
         )
-    return {key for manifest in map(manifests.read, names) if manifest is not None for key in manifest.keys()}
+    return np.concatenate([manifest.rows.entry_keys() for manifest in map(manifests.read, names) if manifest])

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import (
@@ -218,6 +219,10 @@ class DiskStore(PackReader):
             with self.current() as table:
                 found = table.find(keys)
         return found
+
+    @override
+    def has(self, keys: np.ndarray) -> np.ndarray:
+        return np.asarray(self.places(keys)[1][:, 0] >= 0)
 
     @override
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:

@@ -106,7 +106,7 @@ class PackReader(Store):
     @override
     def keys(self) -> Iterator[str]:
         with self.current() as table:
-            return iter(table.keys())
+            return table.keys()
 
     @override
     def damaged(self) -> dict[str, str]:

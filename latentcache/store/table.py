@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 
 import numpy as np
@@ -185,11 +185,19 @@ class LocationTable:
         """The keys that have entries. StoreError for an invalid key."""
         return {keys[at] for _, here, _ in self._search(self._parts, keys) for at in here.tolist()}
 
-    def drop(self, keys: Sequence[str]) -> None:
+    def drop(self, keys: _Keys) -> None:
         """Drop entries."""
         parts = self._parts
         for number, _, positions in self._search(parts, keys):
             parts[number].live[positions] = False
+
+    def without(self, keys: np.ndarray) -> LocationTable:
+        """A copy of the table that lacks these entries: uint8 [n, 32]."""
+        rest = LocationTable()
+        rest.packs = dict(self.packs)
+        rest._parts = tuple([replace(part, live=part.live.copy()) for part in self._parts])
+        rest.drop(keys)
+        return rest
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Drop packs and their entries."""
@@ -215,9 +223,12 @@ class LocationTable:
         self.drop([key])
         self._reasons.setdefault("", {})[key] = reason
 
-    def keys(self) -> list[str]:
+    def keys(self) -> Iterator[str]:
         """All live keys, oldest pack first."""
-        return [key for part in self._parts for key in part.names(np.flatnonzero(part.live))]
+        for part in self._parts:
+            rows = np.flatnonzero(part.live)
+            for start in range(0, len(rows), _CHUNK):
+                yield from part.names(rows[start : start + _CHUNK])
 
     def empty_packs(self) -> set[str]:
         """The packs without live entries."""

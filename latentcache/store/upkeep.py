@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
+
 from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, StoreBusyError, StoreError
+from latentcache.identity import key_names
 from latentcache.store.base import Report
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
-from latentcache.store.entry import OwnedEntry, check_key
+from latentcache.store.entry import OwnedEntry
 from latentcache.store.layout import Location
 from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_pack
 from latentcache.store.table import LocationTable
@@ -196,22 +200,24 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
 
 def prune(
     store: StoreOrPath,
-    keep: Collection[str] | Callable[[], Collection[str]],
+    keep: np.ndarray | Callable[[], np.ndarray],
     *,
     max_bytes: int | None = None,
     dry_run: bool = False,
 ) -> PruneReport:
     """Remove all entries whose keys are not in `keep`, and the packs left empty. `compact` frees the other space.
 
-    A function `keep` is called once writers are locked out. With `max_bytes`, entries are removed only until the packs
-    fit, from the least recently used packs first, and partly emptied packs are rewritten at once. Entries in `keep`
-    always stay, even if they exceed the limit. StoreBusyError while a reader runs that started before the manifests
-    last changed, since it may need the entries that they had. A dry run ignores such readers.
+    `keep` is uint8 [n, 32], or a function that returns it and is called once writers are locked out. With `max_bytes`,
+    entries are removed only until the packs fit, from the least recently used packs first, and partly emptied packs are
+    rewritten at once. Entries in `keep` always stay, even if they exceed the limit. StoreBusyError while a reader runs
+    that started before the manifests last changed, since it may need the entries that they had. A dry run ignores such
+    readers.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("prune", shared=False):
-        kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
+        kept = keep() if callable(keep) else keep
         if not dry_run:
             _check_readers(disk.directory)
+        unneeded, live = disk.table.without(kept), defaultdict(lambda: (0, 0), disk.table.live_sizes())
         sizes = disk.directory.pack_sizes()
         num_removed, removed_bytes, gone, bytes_left = 0, 0, set[str](), sum(sizes.values())
         limit = -1 if max_bytes is None else max_bytes
@@ -221,7 +227,11 @@ def prune(
             if pack not in disk.table.packs:  # it had no live entries, and rewriting another pack deleted it
                 gone.add(pack)
                 continue
-            others, others_bytes, is_all, frees = _unneeded(disk.table, pack, kept)
+            others, layout, (num_live, live_bytes) = unneeded.entries_in(pack), disk.table.packs[pack], live[pack]
+            others_bytes, is_all = sum([each.group.mean_bytes for each in others.values()]), len(others) == num_live
+            # Rewriting a pack frees the values that are removed or dead, minus the new pack's header.
+            rewritten = layout.payload_bytes - (live_bytes - others_bytes) - HEADER_BYTES
+            frees = layout.file_bytes if is_all else rewritten
             if max_bytes is not None and frees <= 0:
                 continue
             num_removed, removed_bytes = num_removed + len(others), removed_bytes + others_bytes
@@ -237,7 +247,7 @@ def prune(
             disk.drop_empty(gone)
             gone -= disk.table.packs.keys()
             if max_bytes is None:
-                disk.remove([key for key in disk.table.damaged() if key not in kept])
+                disk.remove(disk.table.damaged().keys() - set(key_names(kept)))
             bytes_left = sum(disk.directory.pack_sizes().values())
         return PruneReport(
             num_entries=num_removed,
@@ -260,20 +270,6 @@ def _check_readers(directory: CacheDirectory) -> None:
             "a process that reads this cache began before the manifests last changed, so it may need entries that they "
             "no longer have. Nothing is removed; try again when that process has ended.",
         )
-
-
-def _unneeded(table: LocationTable, pack: str, kept: Collection[str]) -> tuple[list[str], int, bool, int]:
-    """The entries of a pack that are not kept, the size of their values, and whether the pack has no others.
-
-    The last value is the space freed by deleting the pack or, if entries stay, by rewriting it.
-    """
-    entries, layout = table.entries_in(pack), table.packs[pack]
-    others = [key for key in entries if key not in kept]
-    num_bytes, all_bytes = (sum([entries[key].group.mean_bytes for key in keys]) for keys in (others, entries))
-    if len(others) == len(entries):
-        return others, num_bytes, True, layout.file_bytes
-    # The values that are removed or dead, minus the new pack's header.
-    return others, num_bytes, False, layout.payload_bytes - (all_bytes - num_bytes) - HEADER_BYTES
 
 
 def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:

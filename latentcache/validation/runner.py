@@ -343,7 +343,7 @@ class MissingEntryEncoder:
                     f"{self.blocked_reason}: run `latentcache precache CONFIG`"
                 )
             # A few lost samples must not stop a validation: they are skipped and listed.
-            return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
+            return [f"{each.name}: {num_lost[each.name]} samples lack an entry: run precache again" for each in cold]
         names = ", ".join(dataset.name for dataset in cold)
         logger.info("validation set %s is not cached, or incomplete: encoding it", names)
         with self._encoding() as (workspace, models):
@@ -360,11 +360,10 @@ class MissingEntryEncoder:
             self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
 
     def _num_lost(self, dataset: DatasetConfig) -> int | None:
-        """How many entries of the manifest the store lacks; None without a manifest."""
+        """How many samples of the manifest lack an entry; None without a manifest."""
         if dataset.name not in self._cache.manifests.names():
             return None
-        keys = set(self._cache.manifest(dataset.name).rows.entry_keys(usable=True))
-        return len(keys) - len(self._cache.store.find(keys))
+        return len(self._cache.manifest(dataset.name).rows.lacking(self._cache.store.has))
 
     @contextmanager
     def _encoding(self) -> Iterator[tuple[Workspace, LoadedModels]]:

@@ -148,7 +148,7 @@ def test_encoding_runs_on_the_device_and_leaves_models_where_they_were(
         return LatentLoader(BucketBatchSampler(dataset, 2, seed=9), device=device, scaled=True, **options)
 
     expected = [batch["latents"] for batch in loader_of()]
-    dataset.cache.store.remove(dataset.cache.manifest("photos").rows.entry_keys())
+    dataset.cache.store.remove(dataset.cache.manifest("photos").keys())
     seen = []
 
     def watch(module: torch.nn.Module, *_: Any) -> None:

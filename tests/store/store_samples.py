@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 
+import numpy as np
 import torch
 from helpers.pack_damage import damage, find_bytes
 from helpers.tensor_bits import bits, random_tensor, same_bits
@@ -38,6 +39,11 @@ def samples(*numbers):
 
 def key(number):
     return sample(number).record.key
+
+
+def digests(*numbers):
+    """The keys of these samples as digests: uint8 [n, 32]."""
+    return np.frombuffer(bytes.fromhex("".join(map(key, numbers))), np.uint8).reshape(-1, 32)
 
 
 def same(left, right):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from store_samples import assert_holds, key, payload, sample, samples
+from store_samples import assert_holds, digests, key, payload, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, disk
@@ -100,7 +100,7 @@ class TwoStores(RuleBasedStateMachine):
 
     @rule(which=which, numbers=some)
     def prune(self, which, numbers):
-        prune(self.stores[which], [key(number) for number in numbers])
+        prune(self.stores[which], digests(*numbers))
         self.present &= set(numbers)
         self.damaged &= set(numbers)
 

@@ -225,11 +225,8 @@ class Gallery:
             return table.without_caption()
         if state == CUT_CAPTION:
             return table.usable_with("caption", self._cut_captions.flags(table.columns["caption/keys"]))
-        keys = set(table.entry_keys(usable=True))
-        absent = keys - self.store.find(keys)
-        damaged = table.rows_with(absent & self.store.damaged().keys())
-        found = damaged if state == "damaged" else set(table.rows_with(absent)).difference(damaged)
-        return set(found).intersection(table.usable().tolist())
+        lacking, damaged = set(table.lacking(self.store.has).tolist()), table.rows_with(self.store.damaged())
+        return lacking.intersection(damaged) if state == "damaged" else lacking.difference(damaged)
 
     def states(self, rows: Sequence[Row]) -> list[State | None]:
         """The worst thing that is wrong with each sample; None if nothing is."""
