@@ -23,7 +23,7 @@ from latentcache.errors import (
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entry import OwnedEntry
 from latentcache.store.index import Index, Position, Rows, Transaction, process_lock
-from latentcache.store.layout import Location, PackRow, drop_copies
+from latentcache.store.layout import KEY_BYTES, Location, PackRow, drop_copies
 from latentcache.store.pack import WholePack, new_pack_id, read_row, write_pack
 from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
@@ -438,10 +438,10 @@ def _changed(rows: Transaction, packs: Iterable[str]) -> Iterator[PackRow]:
 
 
 def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:
-    """Read packs' rows, and the errors of packs that cannot be read, by pack. A key is live in the first of its packs.
+    """Read packs' rows, and the errors of packs that cannot be read, by pack.
 
-    That copy of an entry may be damaged, which its digest shows on read. An error other than PackError says nothing
-    about the pack: the system refused to read it, which may be temporary.
+    A key is live in the first of its packs with an intact copy; a single copy is not checked, its digest is on read. An
+    error other than PackError says nothing about the pack: the system refused to read it, which may be temporary.
     """
     rows: dict[str, PackRow] = {}
     refused: dict[str, StoreError] = {}
@@ -454,5 +454,13 @@ def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str
             refused[pack] = error
             continue
         rows[pack] = row
+    keys = {pack: row.keys.view(f"S{KEY_BYTES}").ravel() for pack, row in rows.items()}
+    names, counts = np.unique(np.concatenate([*keys.values(), np.zeros(0, f"S{KEY_BYTES}")]), return_counts=True)
+    for pack, own in keys.items() if len(copied := names[counts > 1]) else ():
+        with suppress(FileNotFoundError, StoreError):  # found when it is read
+            whole, row = WholePack.in_file(directory.pack_path(pack)), rows[pack]
+            for at in np.flatnonzero(np.isin(own, copied)).tolist():
+                if (problem := whole.problem(row.key(at), row.location(at))) is not None:
+                    row.live[at], row.reasons[at] = False, problem
     drop_copies(list(rows.values()))
     return rows, refused

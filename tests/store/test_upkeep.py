@@ -27,7 +27,7 @@ from store_samples import (
 )
 
 from latentcache import LatentCache
-from latentcache.errors import EntryDamagedError, EntryMissingError, StorageFullError, StoreBusyError, StoreError
+from latentcache.errors import EntryMissingError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, upkeep, writer
 from latentcache.store.batch import read_batch, stack
 from latentcache.store.pack import new_pack_id
@@ -101,22 +101,25 @@ def test_subsets_together_are_everything(store):
             verify(store, subset=subset)
 
 
-def test_of_two_copies_a_damaged_one_is_never_a_wrong_value(store):
-    add_packs(store, range(3))
-    (first,) = packs(store)
-    second = store.directory.new_pack_path(new_pack_id())
-    shutil.copy(first, second)
-    clean = first.read_bytes()
-    for damaged in (first, second):
-        damaged.write_bytes(clean.replace(payload(2), bytes(len(payload(2)))))
-        assert rebuild(store).num_entries == 3
-        assert_holds(store, 0, 1)
-        try:
-            assert_holds(store, 2)
-        except EntryDamagedError:
-            assert store.add(samples(2)) == 1
-            assert_holds(store, 2)
-        damaged.write_bytes(clean)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("how", ["rebuilt", "opened", "read only"])
+def test_of_two_copies_the_intact_one_counts(root, how, which):
+    with DiskStore(root) as store:
+        add_packs(store, range(3))
+        (first,) = packs(store)
+        shutil.copy(first, store.directory.new_pack_path(new_pack_id()))
+        damaged = packs(store)[which]
+        damaged.write_bytes(damaged.read_bytes().replace(payload(2), bytes(len(payload(2)))))
+        if how == "rebuilt":
+            assert rebuild(store).num_entries == 3
+    if how != "rebuilt":
+        shutil.rmtree(root / "index")
+    with DiskStore(root, read_only=how == "read only") as again:
+        assert_holds(again, *range(3))
+        if how != "read only":
+            assert prune(again, digests(*range(3))).num_entries == 0 and not compact(again).damaged
+            assert_holds(again, *range(3))
+        assert verify(again).ok
 
 
 def test_a_copy_counts_where_its_original_is_lost(store, root):
