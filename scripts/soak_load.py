@@ -54,7 +54,8 @@ STEP_S = 0.1
 MIN_RATE, MIN_RATE_S = 0.95, 120
 """Lowest accepted rate of a trainer relative to running alone, and the shortest run for which it is checked."""
 PAUSE_S = 0.5
-"""Pause between runs. It is four times as long for precache, which blocks the others."""
+"""Pause between runs. It is twelve times as long for precache, which blocks the others: `prune` has work once both
+trainers have opened the cache since the last change of a manifest, and an epoch takes 2.4 seconds."""
 
 
 def together(goal: Goal, jobs: Sequence[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -107,11 +108,11 @@ def writers(soak: Soak) -> None:
 
 
 def batches(cache: Path, seed: int) -> Iterator[tuple[str, str]]:
-    """The epoch and number of each batch with its digest, from a newly opened cache."""
-    dataset = LatentDataset(cache, "train", caption="random")
-    with dataset.cache:
-        sampler = BucketBatchSampler(dataset, BATCH_SIZE, seed=seed)
-        for epoch in range(NUM_EPOCHS):
+    """The epoch and number of each batch with its digest. The cache is opened for each epoch."""
+    for epoch in range(NUM_EPOCHS):
+        dataset = LatentDataset(cache, "train", caption="random")
+        with dataset.cache:
+            sampler = BucketBatchSampler(dataset, BATCH_SIZE, seed=seed)
             sampler.set_epoch(epoch)
             for number, batch in enumerate(LatentLoader(sampler, device="cpu", scaled=True)):
                 yield f"{epoch}/{number}", digest_of(batch)
@@ -178,7 +179,7 @@ def mixed(soak: Soak) -> None:
     keep = partial(keys_in_use, ManifestFolder(cache / "manifests"))
     jobs = [
         *[partial(train, cache, seed, until, solo["batches"])] * 2,
-        partial(repeat, "precache", partial(precache_changes, soak.folder, soak.random), until, 4 * PAUSE_S),
+        partial(repeat, "precache", partial(precache_changes, soak.folder, soak.random), until, 12 * PAUSE_S),
         partial(repeat, "verify", partial(find_no_damage, cache), until),
         partial(repeat, "prune", partial(prune, cache, keep), until),
         partial(repeat, "compact", partial(compact, cache), until),
@@ -190,6 +191,8 @@ def mixed(soak: Soak) -> None:
         for name in ("num_runs", "num_busy"):
             goal.count(f"{result['who']} {name}", result.get(name, 0))
     if soak.n >= MIN_RATE_S:
+        with goal.case("prune beside trainers"):
+            assert any(result.get("num_runs") for result in results if result["who"] == "prune"), "it was always busy"
         rates = soak.goal(f"trainers at {MIN_RATE:.0%} of their rate alone ({solo['rate']:.2f} steps a second)")
         for share in [result["rate"] / solo["rate"] for result in results if "rate" in result]:
             with rates.case("trainer"):

@@ -29,7 +29,7 @@ from latentcache.store.pack import HEADER_BYTES, WholePack, new_pack_id, write_p
 from latentcache.store.table import LocationTable
 from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors
-from latentcache.utils.locks import locked, readers_since
+from latentcache.utils.locks import is_read_since, locked
 from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
@@ -260,11 +260,9 @@ def prune(
 
 
 def _check_readers(directory: CacheDirectory) -> None:
-    if (since := readers_since(directory.readers)) is None:
-        return
     with system_errors(directory.manifests):
-        changed = directory.manifests.stat().st_mtime
-    if since <= changed:
+        changed_ns = directory.manifests.stat().st_mtime_ns if directory.manifests.exists() else 0
+    if is_read_since(directory.readers, changed_ns):
         raise StoreBusyError(
             directory.path,
             "a process that reads this cache began before the manifests last changed, so it may need entries that they "

@@ -1,4 +1,4 @@
-"""Shared and exclusive locks on one byte of a file, with one interface for Linux, macOS and Windows.
+"""Shared and exclusive locks on bytes of a file, with one interface for Linux, macOS and Windows.
 
 A lock belongs to the open file description (OFD locks, LockFileEx), not to the process, so closing another descriptor
 of the file releases nothing. The system releases the locks of a process that dies. On POSIX a child that inherits the
@@ -30,10 +30,10 @@ if sys.platform == "win32":
     _EXCLUSIVE, _AT_ONCE = 2, 1
     _TAKEN = (33, 997)  # ERROR_LOCK_VIOLATION, ERROR_IO_PENDING
 
-    def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
-        """Lock the byte `at` of an open file, like on other systems."""
+    def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR, num_bytes: int = 1) -> bool:
+        """Lock bytes of an open file, like on other systems."""
         flags = (0 if shared else _EXCLUSIVE) | (0 if wait else _AT_ONCE)
-        if _kernel.LockFileEx(_handle(fd), flags, 0, 1, 0, _overlapped(at)):
+        if _kernel.LockFileEx(_handle(fd), flags, 0, num_bytes & 0xFFFFFFFF, num_bytes >> 32, _overlapped(at)):
             return True
         code = ctypes.get_last_error()
         if code in _TAKEN:
@@ -57,14 +57,15 @@ else:
 
     _IS_OFD = hasattr(fcntl, "F_OFD_SETLK")
 
-    def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR) -> bool:
-        """Lock the byte `at` of an open file.
+    def take(fd: int, *, shared: bool = False, wait: bool = False, at: int = FAR, num_bytes: int = 1) -> bool:
+        """Lock bytes of an open file.
 
         Args:
             fd: The file's descriptor, open for writing, or at least for reading if the lock is shared.
-            shared: Allow other shared locks on the byte.
+            shared: Allow other shared locks on the bytes.
             wait: Block until the lock is free.
-            at: The byte's offset, which may lie beyond the end of the file.
+            at: The first byte's offset. The bytes may lie beyond the end of the file.
+            num_bytes: How many bytes to lock.
 
         Returns:
             Whether the lock was taken. Always true with `wait`.
@@ -75,7 +76,7 @@ else:
         try:
             if _IS_OFD:
                 command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-                fcntl.fcntl(fd, command, _range(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at, 1))
+                fcntl.fcntl(fd, command, _range(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, at, num_bytes))
             else:
                 mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
                 fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)

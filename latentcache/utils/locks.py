@@ -50,19 +50,18 @@ def _open(path: Path) -> int:
 class ReadersLock:
     """Marks this process as a reader until it is closed or the process ends. Forks of the process count as readers too.
 
-    It is a shared lock on a file whose mtime is the time at which the first of all overlapping readers began. If the
-    file cannot be opened this is a no-op: a reader without write access leaves no trace.
+    It is a shared lock on one byte of a file: its offset is when the reader began, in ns by the file system's clock. If
+    the file cannot be opened this is a no-op: a reader without write access leaves no trace.
     """
 
     def __init__(self, path: Path):
-        self._end: weakref.finalize[[int, int], ReadersLock] | None = None
+        self._end: weakref.finalize[[int, int, None], ReadersLock] | None = None
         with suppress(OSError, StoreError):
             fd = _open(path)
             # Not __del__, which may run after the modules that it needs are gone.
-            self._end = weakref.finalize(self, unlock_and_close, fd, os.getpid())
-            if file_locks.take(fd):
-                os.utime(path)  # there is no other reader
-            file_locks.take(fd, shared=True, wait=True)
+            self._end = weakref.finalize(self, unlock_and_close, fd, os.getpid(), None)
+            os.utime(path)
+            file_locks.take(fd, shared=True, wait=True, at=os.fstat(fd).st_mtime_ns)
 
     def close(self) -> None:
         """Release the lock: this process has stopped reading."""
@@ -70,13 +69,16 @@ class ReadersLock:
             self._end()
 
 
-def readers_since(path: Path) -> float | None:
-    """When the first of the currently overlapping readers began (Unix time), or None if there are none. StoreError."""
+def is_read_since(path: Path, time_ns: int) -> bool:
+    """Whether a reader runs that began at this time or before it, for `path` of `ReadersLock`. StoreError.
+
+    Where locks cover whole files (macOS), any reader counts.
+    """
     if not os.path.lexists(path):
-        return None
+        return False
     fd = _open(path)
     try:
-        return None if file_locks.take(fd) else os.fstat(fd).st_mtime
+        return not file_locks.take(fd, at=0, num_bytes=time_ns + 1)
     finally:
         os.close(fd)
 

@@ -11,7 +11,7 @@ import pytest
 from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
-from latentcache.utils.locks import ReadersLock, locked, readers_since
+from latentcache.utils.locks import ReadersLock, is_read_since, locked
 
 KEYS = [key_of({"number": number}) for number in range(10)]
 
@@ -35,28 +35,34 @@ def test_a_writer_that_closes_leaves_the_claims_of_another(tmp_path: Path) -> No
     assert claimed_by_another(tmp_path / "cache", KEYS) == set(KEYS)
 
 
-def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
+def test_each_reader_counts_from_when_it_began(tmp_path: Path) -> None:
     path = tmp_path / "readers.lock"
-    assert readers_since(path) is None
-    first = ReadersLock(path)
-    began = readers_since(path)
-    assert began is not None and abs(began - time.time()) < 60
-    time.sleep(0.05)
-    second = ReadersLock(path)
+
+    def begun() -> tuple[ReadersLock, int]:
+        time.sleep(0.05)  # by the clock of the file system, which has ticks
+        reader = ReadersLock(path)
+        return reader, path.stat().st_mtime_ns
+
+    assert not is_read_since(path, time.time_ns())
+    first, first_ns = begun()
+    second, second_ns = begun()
+    assert abs(second_ns - time.time_ns()) < 60e9
+    assert not is_read_since(path, first_ns - 1)
+    assert is_read_since(path, first_ns) and is_read_since(path, second_ns)
     first.close()
-    assert readers_since(path) == began, "they overlap"
+    assert not is_read_since(path, second_ns - 1), "the other one began later"
     if (pid := os.fork()) == 0:
         second.close()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert readers_since(path) == began, "a fork does not end the reading of its parent"
+    assert is_read_since(path, second_ns), "a fork does not end the reading of its parent"
     second.close()
     second.close()
-    assert readers_since(path) is None
-    third = ReadersLock(path)
-    assert readers_since(path) > began
+    assert not is_read_since(path, time.time_ns())
+    third, third_ns = begun()
+    assert is_read_since(path, third_ns)
     del third
-    assert readers_since(path) is None
+    assert not is_read_since(path, third_ns)
 
 
 @pytest.mark.parametrize("lives", [True, False])
