@@ -260,6 +260,18 @@ class LatentDataset(Dataset[Batch]):
             part.identify(hasher)
         return hasher.hexdigest()
 
+    def drawn(self) -> dict[str, Any]:
+        """What the choices at each visit depend on besides the draw: numbers and strings.
+
+        These are the settings, the manifests that have mirrored entries, and each manifest's number of crops.
+        """
+        flips = [name for name, part in zip(self.names, self._parts, strict=True) if part.chooser.choices.flips]
+        crops = [str(part.rows.num_crops.max(initial=1)) for part in self._parts]
+        return self.choices.state() | {
+            **({"flips": f"random in {', '.join(flips)}"} if 0 < len(flips) < len(self.names) else {}),
+            **({"crops": f"random of {', '.join(crops)}"} if self.choices.crops == "random" else {}),
+        }
+
     def missing(self) -> set[str]:
         """Keys of the entries that the manifests list, but that the cache lacks or knows to be damaged.
 

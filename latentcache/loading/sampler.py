@@ -320,8 +320,9 @@ class BucketBatchSampler(Sampler[list[int]]):
 
         Raises StoreError, listing the differences, for a state from another dataset, batch size, seed, shuffle,
         drop_last or world size, or with other choices at each visit. Edited captions and re-encoded values do not
-        matter; samples that were added, removed or moved to another bucket do. In pack order, so do images that are now
-        in another pack, for instance after `compact`, or were found damaged.
+        matter; samples that were added, removed or moved to another bucket do, and mirrored entries and further crops
+        if visits draw from them. In pack order, so do images that are now in another pack, for instance after
+        `compact`, or were found damaged.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -347,7 +348,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
         if self._places is not None:
             fixed |= {"packs": self._places.identity, "window": self.window}
-        fixed |= self.dataset.choices.state()
+        fixed |= self.dataset.drawn()
         return fixed | {name: getattr(self, name) for name in names}
 
     def _num_left(self, position: int) -> int:

@@ -236,10 +236,14 @@ def test_random_flips_leave_out_a_dataset_without_mirrored_images(path: Path, tm
         for row in manifest.rows.values()
     ]
     folder.write(manifest.with_rows({row.sample_id: row for row in plain}))
-    rows = [row for batch in seen(loader_of(sampler_of(tmp_path / "cache"))) for row in batch]
+    sampler = sampler_of(tmp_path / "cache")
+    rows = [row for batch in seen(loader_of(sampler)) for row in batch]
     assert {(int(name) >= NUM, flip) for name, _, flip in rows} == {(False, 0), (False, 1), (True, 0)}
     with pytest.raises(SampleError, match="has no flipped entry"):
         LatentDataset(tmp_path / "cache", "class", flips="random")
+    folder.write(manifest)  # mirrored since: the rest of the epoch would draw otherwise
+    with pytest.raises(StoreError, match=r"run: flips \('random in main' there, 'random' here\).*set_epoch"):
+        sampler_of(tmp_path / "cache").load_state_dict(sampler.state_dict())
 
 
 def test_plain_numbers_follow_the_global_generator(path: Path) -> None:

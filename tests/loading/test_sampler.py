@@ -41,6 +41,9 @@ class Items:
             return None
         return Places(np.array(self.packs, np.int64), np.arange(len(self.packs)), f"{self.packs}")
 
+    def drawn(self) -> dict[str, Any]:
+        return self.choices.state()
+
     def identity(self) -> str:
         return f"{self.name} {self.buckets}"
 

@@ -429,9 +429,16 @@ def test_a_crop_depends_on_the_seed_the_image_and_its_number_alone(folder: Path)
     config = crops_config(folder, variations=2)
     run_precache(config)
     first = rows_of(config)
+
+    def sampler() -> BucketBatchSampler:
+        return BucketBatchSampler(LatentDataset(config.cache, crops="random"), 1)
+
+    state = sampler().state_dict()
     more = crops_config(folder, variations=3)
     assert run_precache(more, dry_run=True).misses_by_reason == {"variation added": 2}
     run_precache(more)
+    with pytest.raises(StoreError, match=r"crops \('random of 2' there, 'random of 3' here\)"):
+        sampler().load_state_dict(state)  # the rest of the epoch would draw others
     for name, row in rows_of(more).items():
         assert row.images[:2] == first[name].images, "more variations keep those that there are"
     mirrored = run_precache(crops_config(folder, variations=3, flip=True), dry_run=True)
