@@ -6,7 +6,6 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
@@ -16,12 +15,13 @@ from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.plan import make_plan
 from latentcache.precache.workspace import open_workspace
+from latentcache.store.base import Report
 from latentcache.types import Json
 from latentcache.utils.wording import counted, short, size
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Report):
     """A sample as the next precache run would see it, once per dataset that contains it.
 
     Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`. An entry has
@@ -31,10 +31,6 @@ class Explanation:
 
     sample_id: str
     datasets: tuple[Json, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The explanation as a JSON object."""
-        return {"sample_id": self.sample_id, "datasets": list(self.datasets)}
 
     def to_text(self) -> str:
         """The explanation as text, one line per entry."""
@@ -85,17 +81,17 @@ def _explained(manifest: Manifest, sample_id: str, reasons: Mapping[str, str], t
     for ref in row.parts:
         kind = "mask" if ref.role == "mask" else "image"
         entries.append((kind, ref.key, f"{ref.role}, {ref.geometry.target_size}{_which(row, ref)}", 0))
-    found = [
-        {"kind": kind, "key": key, "what": what, "variant": variant, "reason": reasons.get(key)}
-        for kind, key, what, variant in entries
-    ]
     return {
         "dataset": manifest.name,
         "path": row.path,
         "source": row.source,
         "text_bytes": text_bytes,
         "refusal": None if row.refusal is None else row.refusal.to_json(),
-        "entries": [{**each, "status": "hit" if each["reason"] is None else "miss"} for each in found],
+        "entries": [
+            {"kind": kind, "key": key, "what": what, "variant": variant}
+            | {"reason": reasons.get(key), "status": "miss" if key in reasons else "hit"}
+            for kind, key, what, variant in entries
+        ],
     }
 
 

@@ -31,8 +31,7 @@ from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_prompts, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
-from latentcache.precache.report import Report
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task, num_threads
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Task, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size, prompt_id
 from latentcache.utils.json_document import recalled
@@ -76,24 +75,20 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     encodings: Encodings,
     models: Models,
     *,
-    shard: Shard | None = None,
+    plan: Plan | None = None,
     verify_sources: bool = False,
     only: frozenset[str] | None = None,
-    wanted: frozenset[str] | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
-    report: Report | None = None,
 ) -> Plan:
-    """Plan a run and count samples in the report. Writes nothing but the memo of digests.
+    """Fill `plan`, by default that of a single process, and count samples in its report.
 
-    A bad file is a refusal. `only` restricts the plan to these sample ids, and `wanted` restricts what is encoded to
-    these keys. `verify_sources` also reads and hashes images whose files look unchanged. Raises DatasetError for a
-    dataset that cannot be read at all, and Stopped when `stop` is set.
+    Writes nothing but the memo of digests. A bad file is a refusal. `only` restricts the plan to these sample ids.
+    `verify_sources` also reads and hashes images whose files look unchanged. Raises DatasetError for a dataset that
+    cannot be read at all, and Stopped when `stop` is set.
     """
-    plan, progress = Plan(workspace.store, shard or Shard(), report, wanted), progress or Progress()
-    # Read once, because the prompts need it too.
-    last = last_manifest(workspace.manifests, config.datasets[0].name)
-    plan_validation_prompts(plan, config, workspace.manifests, encodings, models, last)
+    plan, progress = plan or Plan(workspace.store), progress or Progress()
+    plan_validation_prompts(plan, config, workspace.manifests, encodings, models)
     with ExitStack() as after, ThreadPoolExecutor(num_threads(config.encode)) as executor:
         if gc.isenabled():
             # Plans have many objects and no cycles; collection would add half of the planning time.
@@ -102,12 +97,10 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
         negatives = dict[str, Task]()
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
-            last = last or last_manifest(workspace.manifests, dataset.name)
-            planner = _DatasetPlanner(plan, dataset, workspace, encodings, models, config, last)
+            planner = _DatasetPlanner(plan, dataset, workspace, encodings, models, config)
             planner.run(executor, progress, stop or threading.Event(), verify_sources, only)
             progress.finish()
             negatives |= planner.negatives
-            last = None
     if negatives:
         salt, tasks = config.cache.salt, [*negatives.values()]
         prompts = plan_prompts(plan, workspace.manifests, encodings, models, salt, (), read_with_controls=tasks)
@@ -116,7 +109,7 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
 
 
 class _DatasetPlanner:
-    """One dataset's part of the plan. `last` is the last run's manifest."""
+    """One dataset's part of the plan."""
 
     def __init__(
         self,
@@ -126,7 +119,6 @@ class _DatasetPlanner:
         encodings: Encodings,
         models: Models,
         config: Config,
-        last: Manifest | None,
     ):
         family, salt = encodings.family, config.cache.salt
         if family.text_reads_control and encodings.has_texts and not dataset.control:
@@ -157,7 +149,7 @@ class _DatasetPlanner:
             **family_json(encodings),
             **self._preparations.common(),
         }
-        self._history = History(last, self._common, plan.damaged)
+        self._history = History(last_manifest(workspace.manifests, dataset.name), self._common, plan.damaged)
         self._seen = set[str]()
         shows = family.text_reads_control and encodings.has_texts and dataset.role == "validation"
         self._prompts = frozenset(config.validation.prompts if shows else ())

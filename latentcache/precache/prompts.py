@@ -22,7 +22,7 @@ from latentcache.precache.preparation import TextKeys
 from latentcache.precache.reasons import History, text_causes, text_facts
 from latentcache.precache.report import Failure, Report
 from latentcache.precache.stages import RunContext, TextStage
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Task
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import prompt_id
@@ -55,7 +55,7 @@ def cache_prompts(
     placement = replace(encodings.text_encoders, device=where, batch_size=text_batch_size(where))
     encodings = replace(encodings, text_encoders=placement)
     with workspace.in_use():
-        plan = Plan(workspace.store, Shard())
+        plan = Plan(workspace.store)
         manifest = plan_prompts(plan, workspace.manifests, encodings, models, config.cache.salt, texts)
         for dataset in config.datasets:
             _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common, models)
@@ -96,12 +96,11 @@ def plan_validation_prompts(
     manifests: Manifests,
     encodings: TextEncodings,
     models: Models,
-    last: Manifest | None,
 ) -> None:
     """Plan the validation prompts. The empty prompt is planned twice: negative prompts may be encoded differently.
 
-    `last` is the manifest of the first dataset. If the family reads texts with control images, prompts are captions and
-    there is nothing to plan here. With `encode.text: none` there are no prompts either, which the report notes.
+    If the family reads texts with control images, prompts are captions and there is nothing to plan here. With
+    `encode.text: none` there are no prompts either, which the report notes.
     """
     if not encodings.has_texts:
         if config.validation.prompts:
@@ -112,6 +111,7 @@ def plan_validation_prompts(
     texts = [*((text, False) for text in ("", *config.validation.prompts)), ("", True)]
     texts.append((config.validation.negative_prompt or "", True))
     # The prompts of this config's last run, which may have used other encoders.
+    last = last_manifest(manifests, config.datasets[0].name)
     if last is not None and last.has_texts:
         last = last_manifest(manifests, prompts_name(last.common))
     plan.manifests.append(plan_prompts(plan, manifests, encodings, models, config.cache.salt, texts, last))

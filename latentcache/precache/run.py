@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -88,9 +89,8 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
     """
     started = time.monotonic()
-    opened = workspace is None
-    workspace = workspace or open_workspace(config.cache, read_only=dry_run)
-    try:
+    given = nullcontext(workspace) if workspace is not None else open_workspace(config.cache, read_only=dry_run)
+    with given as workspace:
         for dataset in config.datasets:  # detect a wrong path early: the model may have to be downloaded
             open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         models = models or load_models(config.model, workspace.memo)
@@ -119,9 +119,6 @@ def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
         report.cache = {"path": path, **workspace.store.stats().to_json()}
         report.seconds["total"] = time.monotonic() - started
         return report
-    finally:
-        if opened:
-            workspace.close()
 
 
 def _check_ranks(shard: Shard, workspace: Workspace) -> None:
@@ -168,13 +165,11 @@ class _Run:
                 self.workspace,
                 encodings,
                 self.models,
-                shard=self.shard,
+                plan=Plan(self.workspace.store, self.shard, report, only),
                 verify_sources=verify_sources,
                 only=None if only is None else frozenset(row.sample_id for _, row in rows),
-                wanted=only,
                 progress=self.progress,
                 stop=self.stop,
-                report=report,
             )
         if only is not None:
             report.refused = self._refused_of(rows, only)

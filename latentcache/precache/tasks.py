@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +35,6 @@ alone."""
 MASK_BATCH_SIZE = 64
 """Masks assigned to a rank together."""
 _ANY_IMAGES = ImagesConfig()  # one object for all tasks that read no image
-
-T = TypeVar("T")
 
 
 def num_threads(encode: EncodeConfig) -> int:
@@ -149,28 +147,28 @@ class Shard:
         return cls(rank, world_size, numbers.get("LOCAL_RANK"), launch, numbers.get("LOCAL_WORLD_SIZE"))
 
 
-class Batches(Generic[T]):
+class Batches:
     """Collects this shard's tasks into batches. The members of a batch share a group, such as a bucket."""
 
     def __init__(self, shard: Shard):
         self._shard = shard
-        self._open: dict[tuple[Hashable, int], list[T | None]] = defaultdict(list)
-        self._closed: list[tuple[tuple[Hashable, int], list[T | None]]] = []
+        self._open: dict[tuple[Hashable, int], list[Any]] = defaultdict(list)
+        self._closed: list[tuple[tuple[Hashable, int], list[Any]]] = []
         """Full batches of this shard that contain a task."""
         self._num_closed = 0
 
-    def add(self, group: Hashable, size: int, task: T | None) -> None:
+    def add(self, group: Hashable, size: int, task: Task | None) -> None:
         """Add a member to a group with batches of `size`. None is a hit, which only takes a place."""
         members = self._open[group, size]
         members.append(task)
         if len(members) == size:
             self._close((group, size))
 
-    def finish(self) -> list[list[T]]:
+    def finish(self) -> list[list[Task]]:
         """All batches of this shard, in order."""
         for group in list(self._open):
             self._close(group)
-        whole, partial = list[list[T]](), defaultdict[tuple[Hashable, int], list[T]](list)
+        whole, partial = list[list[Task]](), defaultdict[tuple[Hashable, int], list[Task]](list)
         for group, members in self._closed:
             tasks = [task for task in members if task is not None]
             if len(tasks) == len(members):
@@ -196,7 +194,9 @@ class Plan:
     report's counts cover the whole dataset; the batches are this shard's share.
     """
 
-    def __init__(self, store: Store, shard: Shard, report: Report | None = None, wanted: Set[str] | None = None):
+    def __init__(
+        self, store: Store, shard: Shard | None = None, report: Report | None = None, wanted: Set[str] | None = None
+    ):
         self.store, self.report, self.damaged = store, report or Report(), store.damaged()
         self.manifests: list[Manifest] = []
         self.reasons: dict[str, str] = {}
@@ -206,7 +206,7 @@ class Plan:
         self._wanted = wanted
         self._seen: set[bytes] = set()
         # Texts before images, because the text encoders are released before the VAE needs the memory.
-        self._open: dict[Kind, Batches[Any]] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
+        self._open: dict[Kind, Batches] = {kind: Batches(shard or Shard()) for kind in ("mask", "text", "image")}
 
     def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
         """Whether an entry must be encoded. True only for the first call with a key; counts hits.

@@ -73,10 +73,9 @@ class RowGroup:
         """Size of the values of all entries in bytes."""
         return sum(column.num_rows * column.row_bytes for column in self.columns)
 
-    @property
-    def mean_bytes(self) -> int:
-        """Size of one entry's values in bytes; with ragged fields, the mean over the entries."""
-        return self.payload_bytes // self.num
+    def bytes_of(self, num: int) -> int:
+        """Size of the values of `num` entries in bytes; with ragged fields, by the mean over all entries."""
+        return num * self.payload_bytes // self.num
 
 
 @dataclass(frozen=True)

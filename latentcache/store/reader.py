@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
@@ -116,12 +117,14 @@ class PackReader(Store):
     @override
     def stats(self) -> StoreStats:
         with self.current() as table:
-            counts, sizes = table.counts(), self.pack_sizes()
+            groups, sizes, num_entries = [*table.live_groups()], self.pack_sizes(), Counter[str]()
+        for _, num, group in groups:
+            num_entries[group.kind] += num
         return StoreStats(
-            num_entries={kind: num for kind, (num, _) in counts.items()},
+            num_entries=dict(num_entries),
             num_damaged=len(table.damaged()),
             num_packs=len(sizes),
-            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
+            payload_bytes=sum(group.bytes_of(num) for _, num, group in groups),
             file_bytes=sum(sizes.values()),
         )
 

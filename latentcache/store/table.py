@@ -249,28 +249,21 @@ class LocationTable:
                 yield part, slice(int(part.starts[number]), int(part.starts[number + 1]))
 
     def live_sizes(self) -> dict[str, tuple[int, int]]:
-        """The number and the bytes of live entries in each pack that has any (`RowGroup.mean_bytes` each)."""
-        return _summed((pack.id, num, group) for pack, num, group in self._live_groups())
+        """The number and the bytes of live entries in each pack that has any."""
+        sizes: dict[str, tuple[int, int]] = {}
+        for pack, num, group in self.live_groups():
+            num_before, bytes_before = sizes.get(pack.id, (0, 0))
+            sizes[pack.id] = num_before + num, bytes_before + group.bytes_of(num)
+        return sizes
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """The number and the bytes of live entries of each kind (`RowGroup.mean_bytes` each)."""
-        return _summed((group.kind, num, group) for _, num, group in self._live_groups())
-
-    def _live_groups(self) -> Iterator[tuple[Pack, int, RowGroup]]:
+    def live_groups(self) -> Iterator[tuple[Pack, int, RowGroup]]:
+        """Yield each group that has live entries, with its pack and their number."""
         for part in self._parts:
             for pack, start in zip(part.packs, part.starts.tolist(), strict=False):
                 for group in pack.groups:
                     first = start + group.first
                     if num := int(np.count_nonzero(part.live[first : first + group.num])):
                         yield pack, num, group
-
-
-def _summed(groups: Iterable[tuple[str, int, RowGroup]]) -> dict[str, tuple[int, int]]:
-    sums: dict[str, tuple[int, int]] = {}
-    for name, num, group in groups:
-        num_before, bytes_before = sums.get(name, (0, 0))
-        sums[name] = num_before + num, bytes_before + num * group.payload_bytes // group.num
-    return sums
 
 
 def _merged(parts: list[_Part]) -> tuple[_Part, ...]:

@@ -217,8 +217,8 @@ def prune(
         kept = keep() if callable(keep) else keep
         if not dry_run:
             _check_readers(disk.directory)
-        unneeded, live = disk.table.without(kept), defaultdict(lambda: (0, 0), disk.table.live_sizes())
-        sizes = disk.directory.pack_sizes()
+        unneeded, sizes = disk.table.without(kept), disk.directory.pack_sizes()
+        live, others = (defaultdict(lambda: (0, 0), table.live_sizes()) for table in (disk.table, unneeded))
         num_removed, removed_bytes, gone, bytes_left = 0, 0, set[str](), sum(sizes.values())
         limit = -1 if max_bytes is None else max_bytes
         for pack in sorted(disk.table.packs, key=disk.directory.last_use):
@@ -227,18 +227,18 @@ def prune(
             if pack not in disk.table.packs:  # it had no live entries, and rewriting another pack deleted it
                 gone.add(pack)
                 continue
-            others, layout, (num_live, live_bytes) = unneeded.entries_in(pack), disk.table.packs[pack], live[pack]
-            others_bytes, is_all = sum([each.group.mean_bytes for each in others.values()]), len(others) == num_live
+            layout, (num_others, others_bytes) = disk.table.packs[pack], others[pack]
+            is_all = others[pack] == live[pack]
             # Rewriting a pack frees the values that are removed or dead, minus the new pack's header.
-            rewritten = layout.payload_bytes - (live_bytes - others_bytes) - HEADER_BYTES
+            rewritten = layout.payload_bytes - (live[pack][1] - others_bytes) - HEADER_BYTES
             frees = layout.file_bytes if is_all else rewritten
             if max_bytes is not None and frees <= 0:
                 continue
-            num_removed, removed_bytes = num_removed + len(others), removed_bytes + others_bytes
+            num_removed, removed_bytes = num_removed + num_others, removed_bytes + others_bytes
             gone |= {pack} if is_all else set()
             bytes_left -= frees if is_all or max_bytes is not None else 0
-            if others and not dry_run:
-                disk.remove(others)  # pack by pack: the locations of millions of entries would take gigabytes
+            if num_others and not dry_run:
+                disk.remove(unneeded.entries_in(pack))  # all at once as text, millions of keys would take a gigabyte
             if max_bytes is not None and not dry_run:
                 rewrite(disk, {pack}, {}, {})
                 # Measured: ragged entries may differ from their pack's mean, and a file may not be deletable now.
