@@ -41,8 +41,6 @@ _SETTINGS: dict[str, Any] = {
     "sqlite_synchronous": 3,  # EXTRA: with FULL, a power cut can restore the journal and so undo a commit
     "disk_min_file_size": 1 << 60,  # values never go to files
 }
-_SELECT = "SELECT key, value, typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1 FROM Cache "
-"""Selects each row's name and value, and whether latentcache can have written it."""
 PACK_PREFIX = "pack:"
 """Prefix of a pack row's name; the pack's id follows."""
 GENERATION = "generation"
@@ -125,7 +123,7 @@ class Rows:
         Returns:
             The new position, whether these are all rows, and the rows, oldest first.
         """
-        generation = dict(self._select("WHERE key = ?", GENERATION)).get(GENERATION)
+        generation = dict(self._execute("SELECT key, value FROM Cache WHERE key = ?", (GENERATION,))).get(GENERATION)
         is_whole = position is None or position[0] != generation
         first = _BEFORE_ALL if position is None or is_whole else position[1]
         [last] = self._execute("SELECT max(rowid) FROM Cache", ()).fetchone()
@@ -133,20 +131,14 @@ class Rows:
         return (generation, _BEFORE_ALL if last is None else last), is_whole, rows
 
     def _packs(self, where: str, *values: object) -> Iterator[PackRow]:
-        for name, value in self._select(where, *values):
-            pack = name.removeprefix(PACK_PREFIX)
+        for name, value in self._execute(f"SELECT key, value FROM Cache {where}", values):  # both may be of any type
             try:
+                pack = name.removeprefix(PACK_PREFIX)
                 if pack == name or not is_pack_id(pack):
                     raise ValueError("its name is not that of a pack")
                 yield PackRow.from_bytes(pack, value)
-            except ValueError as error:
+            except (ValueError, TypeError, AttributeError) as error:
                 raise IndexDamagedError(self._path, f"row {name!r:.80}: {error}") from error
-
-    def _select(self, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
-        for name, value, is_ours in self._execute(_SELECT + where, values):
-            if is_ours != 1:
-                raise IndexDamagedError(self._path, f"row {name!r:.80} was not written by latentcache")
-            yield name, value
 
 
 class Transaction(Rows):
