@@ -58,7 +58,7 @@ def precache(
         ray: Encode on the Ray cluster at HOST:PORT. `auto` finds a running one, or starts one on this machine.
         verbose: List all refused samples, not just five per reason, and the devices and dtypes used.
     """
-    from latentcache.utils.progress import ShownProgress
+    from latentcache.utils.progress import Progress
     from latentcache.utils.signals import stop_on_signals
 
     # Must be set before torch is loaded: by default its idle threads spin, and take CPU time from the decoders.
@@ -73,7 +73,7 @@ def precache(
     stop = threading.Event()
     with stop_on_signals(stop) as caught:
         report = run_precache(
-            loaded, dry_run=dry_run, verify_sources=verify_sources, progress=ShownProgress(), stop=stop
+            loaded, dry_run=dry_run, verify_sources=verify_sources, progress=Progress(shown=True), stop=stop
         )
     is_lacking = bool(report.manifests_waiting) and report.world_size == 1  # with several ranks the last writes them
     has_own_cache = options.settings is not None and getattr(options.settings, "cache", None) is not None
@@ -107,7 +107,7 @@ def validate(
             the LoRA, the checkpoint, or its file name; 0 for the model's own denoiser.
         against: metrics.json of another checkpoint. Also report the difference in loss, sample by sample.
     """
-    from latentcache.utils.progress import ShownProgress
+    from latentcache.utils.progress import Progress
     from latentcache.validation.checkpoint_validation import validate as validate_checkpoint
 
     found = validate_checkpoint(
@@ -118,7 +118,7 @@ def validate(
         dtype=dtype,
         step=step,
         against=against,
-        progress=ShownProgress(),
+        progress=Progress(shown=True),
     )
     loss = found.report.loss
     return finish(found, options.as_json, has_faults=loss is not None and bool(loss.skipped))
@@ -181,14 +181,14 @@ def verify(target: Target = None, /, *, subset: str | None = None, options: OfCa
         subset: n/t checks only the n-th of t parts, e.g. 1/7 on Mondays.
     """
     from latentcache.loading.status import verify as verify_cache
-    from latentcache.utils.progress import ShownProgress
+    from latentcache.utils.progress import Progress
 
     cache = options.cache(target)
     part, _, num_parts = (subset or "").partition("/")
     if subset is not None and not (part.isdecimal() and num_parts.isdecimal()):
         raise ConfigError(f"--subset is {subset!r}; give n/t, e.g. 1/7")
     chosen = None if subset is None else (int(part), int(num_parts))
-    report = verify_cache(cache, subset=chosen, progress=ShownProgress())
+    report = verify_cache(cache, subset=chosen, progress=Progress(shown=True))
     return _finish_upkeep(report, options.as_json)
 
 

@@ -159,7 +159,7 @@ def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
     """Import the cache that `read` opens, and print the report."""
     from latentcache.interop.importing import import_cache
     from latentcache.precache.workspace import open_workspace
-    from latentcache.utils.progress import ShownProgress
+    from latentcache.utils.progress import Progress
 
     config = None if options.config is None else load_config(options.config)
     datasets = [] if config is None else [each for each in config.datasets if options.name in (None, each.name)]
@@ -182,7 +182,7 @@ def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
             dataset=dataset,
             scale_check=not options.no_scale_check,
             verification=verification,
-            progress=ShownProgress(),
+            progress=Progress(shown=True),
         )
     is_lacking = options.strict and bool(report.refused or report.incomplete)
     return finish(report, options.as_json, has_faults=is_lacking or bool(report.unequal))
@@ -191,12 +191,12 @@ def _import(read: Callable[..., ForeignCache], options: ImportOptions) -> int:
 def _export(export: Callable[..., ExportReport], source: SourceOptions) -> int:
     """Open the cache, export a dataset of it, and print the report."""
     from latentcache.loading.cache import LatentCache
-    from latentcache.utils.progress import ShownProgress
+    from latentcache.utils.progress import Progress
 
     with LatentCache(source.cache().model_copy(update={"unverified": source.unverified})) as cache:
         names = cache.dataset_names()
         if source.manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; the cache has: {', '.join(names) or 'none'}")
-        report = export(cache, source.manifest or names[0], progress=ShownProgress())
+        report = export(cache, source.manifest or names[0], progress=Progress(shown=True))
     has_faults = bool(report.num_unread or (source.strict and report.skipped))
     return finish(report, source.as_json, has_faults=has_faults)

@@ -95,7 +95,7 @@ def merge(out: str, /, *caches: str, options: OfTransfer = TRANSFER_DEFAULTS) ->
 
 def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
     from latentcache.remote.transfer import TransferReport, transfer
-    from latentcache.utils.progress import ShownProgress
+    from latentcache.utils.progress import Progress
 
     reports: list[TransferReport] = []
     for source, target in ways:
@@ -106,7 +106,7 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
                 manifests=options.manifest or (),
                 replace=options.replace,
                 dry_run=options.dry_run,
-                progress=ShownProgress(),
+                progress=Progress(shown=True),
             )
         except LatentCacheError as error:
             if not reports:

@@ -16,12 +16,24 @@ logger = logging.getLogger("latentcache")
 
 
 class Progress:
-    """Reports the progress of a run through its stages. This base class shows nothing."""
+    """Reports the progress of a run through its stages, if it is `shown`: by a bar on stderr if that is a terminal.
 
-    _bar: tqdm | None = None
+    Otherwise logs a line when a stage starts, at most every LOG_INTERVAL_S, and when it ends.
+    """
+
+    def __init__(self, *, shown: bool = False):
+        self._is_shown = shown
+        self._bar: tqdm | None = None
 
     def start(self, stage: str, total: int | None) -> None:
         """Start a stage of `total` steps; None means an unknown number."""
+        self.finish()
+        if self._is_shown and sys.stderr.isatty():
+            self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
+        elif self._is_shown:
+            form = "{desc}: {n_fmt}, {rate_fmt}" if total is None else _OF_TOTAL
+            steps = {"mininterval": LOG_INTERVAL_S, "miniters": 1}
+            self._bar = _LoggedBar(desc=stage, total=total, file=io.StringIO(), bar_format=form, **steps)
 
     def advance(self, count: int = 1) -> None:
         """Count further steps of the stage as done."""
@@ -33,26 +45,6 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-class ShownProgress(Progress):
-    """Shows a bar on stderr if that is a terminal.
-
-    Otherwise logs a line when a stage starts, at most every `interval_s` seconds, and when it ends.
-    """
-
-    def __init__(self, interval_s: float = LOG_INTERVAL_S):
-        self._interval_s = interval_s
-
-    @override
-    def start(self, stage: str, total: int | None) -> None:
-        self.finish()
-        if sys.stderr.isatty():
-            self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
-        else:
-            form = "{desc}: {n_fmt}, {rate_fmt}" if total is None else _OF_TOTAL
-            steps = {"mininterval": self._interval_s, "miniters": 1}
-            self._bar = _LoggedBar(desc=stage, total=total, file=io.StringIO(), bar_format=form, **steps)
 
 
 class _LoggedBar(tqdm):  # type: ignore[misc]  # tqdm has no types
