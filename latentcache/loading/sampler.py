@@ -266,12 +266,6 @@ class BucketBatchSampler(Sampler[list[int]]):
         """The epoch of the last iteration, or of the next one after `set_epoch` or `load_state_dict`."""
         return self._cursor.epoch
 
-    @property
-    def num_batches(self) -> int:
-        """Batches per epoch of all ranks together, before any are left out."""
-        spare = 0 if self.drop_last else self.batch_size - 1
-        return sum((len(items) + spare) // self.batch_size for items in self._buckets)
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch. The current epoch keeps its position, so a resumed run can call this as usual."""
         if epoch != self._cursor.epoch:
@@ -352,7 +346,10 @@ class BucketBatchSampler(Sampler[list[int]]):
         return fixed | {name: getattr(self, name) for name in names}
 
     def _num_left(self, position: int) -> int:
-        return max(0, self.num_batches - position) // self.world_size
+        """This rank's batches from a position on."""
+        spare = 0 if self.drop_last else self.batch_size - 1
+        num_batches = sum((len(items) + spare) // self.batch_size for items in self._buckets)
+        return max(0, num_batches - position) // self.world_size
 
     def _order(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch, of all ranks."""

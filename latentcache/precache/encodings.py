@@ -23,7 +23,7 @@ from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.tasks import TEXT_BATCH_SIZE, Task
 from latentcache.store.batch import DTYPES
 from latentcache.store.entry import dtype_name
-from latentcache.types import Bucket, Geometry
+from latentcache.types import Geometry
 from latentcache.utils.json_document import recalled
 
 
@@ -57,16 +57,6 @@ class Encodings(TextEncodings):
     image_group_size: int
     """Images assigned to a rank together. All ranks must agree on it, so it does not depend on a machine's memory; a
     rank may encode a group in several calls."""
-
-    def check_bucket(self, bucket: Bucket, rule: str) -> None:
-        """Raise ConfigError for a bucket of this rule whose latents the denoiser cannot take."""
-        step = self.facts.downscale_factor * self.family.patch
-        if any(side % step for side in bucket):
-            message = (
-                f"{rule} makes a bucket of {bucket}, but {self.family.name} models need sides that are multiples of "
-                f"{step} pixels; change step, sizes or resolution accordingly"
-            )
-            raise ConfigError(message, key="datasets.buckets")
 
     def image_bytes(self, geometry: Geometry, encoding: ImageEncoding) -> int:
         """Bytes of one image entry of this geometry, without an encoded first frame, which is negligible."""

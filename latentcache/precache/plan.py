@@ -291,7 +291,7 @@ class _DatasetPlanner:
         assert isinstance(sample, Sample) and image is not None  # a refused one has no facts
         sources = [(shape, facts[shape.role.number].source) for shape in shapes]
         entries = [(self._preparations.key(shape, image, source), shape, source) for shape, source in sources]
-        controls = self._controls(read) if (read := self._read_with_texts(entries)) else ()
+        _, controls = self._read_with_texts(entries)
         rule = self._dataset.captions
         # Equal captions are merged, unless captions have weights, which go by position.
         distinct = sample.captions if rule.weights else dict.fromkeys(sample.captions)
@@ -302,16 +302,15 @@ class _DatasetPlanner:
         self._rows.put(sample_id, path, image, images, captions)
         return [(sample, image, entries, captions)]
 
-    def _read_with_texts(self, entries: Sequence[_Entry]) -> Sequence[_Entry]:
-        """The control images that the family's text encoder reads with each caption. They have a single view."""
-        if not self._encodings.family.text_reads_control:
-            return ()
-        return [entry for entry in entries if entry[1].role.part == "control"]
+    def _read_with_texts(self, entries: Sequence[_Entry]) -> tuple[Sequence[_Entry], Controls]:
+        """The control images that the family's text encoder reads with each caption, and how they enter its key.
 
-    def _controls(self, read: Sequence[_Entry]) -> Controls:
-        """The control images as they enter the key of a text."""
-        identity = self._preparations.identity
-        return tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
+        They have a single view.
+        """
+        if not self._encodings.family.text_reads_control:
+            return (), ()
+        read, identity = [entry for entry in entries if entry[1].role.part == "control"], self._preparations.identity
+        return read, tuple((of, identity(shape.role, of, shape.geometry).preparation) for _, shape, of in read)
 
     def _sort(
         self, sample: Sample, image: str, entries: Sequence[_Entry], texts: Sequence[CaptionValues], present: set[str]
@@ -324,10 +323,10 @@ class _DatasetPlanner:
                 reason = self._history.why(sample.sample_id, shape.role.name, key, facts)
                 task = self._image_task(sample, image, entry)
                 self._plan.add(task, shape.group, shape.group_size, shape.num_bytes, reason)
-        recipe, read = self._encodings.text.recipe, self._read_with_texts(entries)
+        recipe, (read, controls) = self._encodings.text.recipe, self._read_with_texts(entries)
 
         def text_task(text: str, named: Sample) -> Task:
-            identity = self._texts.identity(text, self._controls(read))
+            identity = self._texts.identity(text, controls)
             images = tuple(self._image_task(sample, image, each) for each in read)
             return Task(key_of(identity.to_json()), identity, named, caption=text, controls=images)
 

@@ -234,10 +234,13 @@ class Preparations:
         if image is not None and role.lies_on_image:
             return fit_like(size, image) if role.rule or is_alike(size, image.original_size) else None
         assert role.rule is not None  # only a mask has none, and it lies on its image
-        geometry = role.rule.geometry(size, flip=flip)
-        if geometry is not None:
+        geometry, family = role.rule.geometry(size, flip=flip), self._encodings.family
+        step = self.downscale * family.patch
+        if geometry is not None and any(side % step for side in geometry.target_size):
             named = f"{role.rule}" if image is None else f"{role.name}, {role.rule}"
-            self._encodings.check_bucket(geometry.target_size, named)
+            message = f"{named} makes a bucket of {geometry.target_size}, but {family.name} models need sides that are "
+            message += f"multiples of {step} pixels; change step, sizes or resolution accordingly"
+            raise ConfigError(message, key="datasets.buckets")
         return geometry
 
     def _shape(self, role: Role, geometry: Geometry) -> Shape:

@@ -319,7 +319,10 @@ class DiskStore(PackReader):
             with sealed_file(path, num_bytes) as fd:
                 for part in chunks:
                     write_all(fd, part)
-                row = row or WholePack.in_file(path, fd).checked_row(path)
+                if row is None:
+                    row = (whole := WholePack.in_file(path, fd)).row
+                    for key, problem in whole.problems():
+                        raise PackError(path, f"entry {key}: {problem}")
                 # From here on upkeep must not see a pack that is not in the index.
                 held.enter_context(self.lock("taking a pack", shared=True))
             return self.add_row(row)

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from latentcache.errors import StoreError, add_note
@@ -54,7 +54,7 @@ def bounded_map(
             future.cancel()
 
 
-class BackgroundWorker:
+class BackgroundWorker(AbstractContextManager["BackgroundWorker"]):
     """Calls functions in one background thread, in order. Use it in a `with` block.
 
     At most `size` calls run or wait: `call` blocks until there is room. The error of a call is raised by the next
@@ -89,9 +89,6 @@ class BackgroundWorker:
         self._calls.popleft()
         if error is not None:
             raise error
-
-    def __enter__(self) -> BackgroundWorker:
-        return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         first = exc
