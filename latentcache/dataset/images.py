@@ -398,8 +398,7 @@ def kept_by(mask: np.ndarray, rule: str) -> np.ndarray:
     `hard`: all or nothing, like diffusers' inpainting pipelines: `image * (mask < 0.5)` in the range -1 to 1.
     `soft`: like OneTrainer: `image * (1 - mask) + 0.5 * mask` in the range 0 to 1.
     """
-    left: np.ndarray = np.where(mask < 128, np.uint8(255), np.uint8(0)) if rule == "hard" else np.uint8(255) - mask
-    return left
+    return np.asarray(np.where(mask < 128, np.uint8(255), np.uint8(0)) if rule == "hard" else np.uint8(255) - mask)
 
 
 def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
@@ -412,5 +411,4 @@ def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.n
     rows, columns, area = height // downscale, width // downscale, downscale**2
     squares = taken[: rows * downscale, : columns * downscale].reshape(rows, downscale, columns, downscale)
     means: np.ndarray = (squares.sum(axis=(1, 3), dtype=np.uint32) + area // 2) // area
-    mask: np.ndarray = means.astype(np.uint8)[None]
-    return mask
+    return np.asarray(means.astype(np.uint8)[None])

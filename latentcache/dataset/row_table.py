@@ -374,14 +374,12 @@ class RowTable(Mapping[str, Row]):
     @property
     def _is_usable(self) -> np.ndarray:
         """Which rows are not refused: bool [n]."""
-        usable: np.ndarray = np.diff(self.columns["refusal/offsets"]) == 0
-        return usable
+        return np.asarray(np.diff(self.columns["refusal/offsets"]) == 0)
 
     def _has(self, name: str, flags: np.ndarray) -> np.ndarray:
         """Which rows have an image or caption (`name`) whose flag is set: bool [n]."""
         num_before = np.append(0, np.cumsum(flags != 0))
-        found: np.ndarray = np.diff(num_before[self.columns[f"{name}/offsets"]]) > 0
-        return found
+        return np.asarray(np.diff(num_before[self.columns[f"{name}/offsets"]]) > 0)
 
     def _has_any(self, flags_of: Callable[[str], np.ndarray]) -> np.ndarray:
         """Which rows have an image or caption whose flag is set: bool [n]. `flags_of` gives the flags of each."""
@@ -548,8 +546,7 @@ def check_geometry(geometry: Geometry) -> None:
 
 def _sortable(digests: np.ndarray) -> np.ndarray:
     """Digests, uint8 [n, 32], as one sortable numpy value each."""
-    found: np.ndarray = np.ascontiguousarray(digests).view(f"S{_DIGEST_BYTES}").reshape(-1)
-    return found
+    return np.asarray(np.ascontiguousarray(digests).view(f"S{_DIGEST_BYTES}").reshape(-1))
 
 
 def _hex(digest: np.ndarray) -> str:

@@ -113,8 +113,7 @@ def status_of(
         if not gone:
             return store.has(keys)
         packs, places = store.places(keys)
-        found: np.ndarray = np.array([*(pack not in gone for pack in packs), False])[places[:, 0]]
-        return found
+        return np.asarray(np.array([*(pack not in gone for pack in packs), False])[places[:, 0]])
 
     used, counted = [np.zeros((0, 32), np.uint8)], []
     for manifest in filter(None, map(manifests.read, manifests.names())):  # a listed one may be gone by now
