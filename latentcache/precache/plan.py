@@ -31,7 +31,7 @@ from latentcache.precache.encodings import Encodings, family_json
 from latentcache.precache.preparation import Controls, Preparations, Shape, TextKeys
 from latentcache.precache.prompts import last_manifest, plan_prompts, plan_validation_prompts
 from latentcache.precache.reasons import History, image_facts, text_facts
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Task, num_threads
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task, num_threads
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size, prompt_id
 from latentcache.utils.json_document import recalled
@@ -87,7 +87,7 @@ def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     `verify_sources` also reads and hashes images whose files look unchanged. Raises DatasetError for a dataset that
     cannot be read at all, and Stopped when `stop` is set.
     """
-    plan, progress = plan or Plan(workspace.store), progress or Progress()
+    plan, progress = plan or Plan(workspace.store, Shard()), progress or Progress()
     plan_validation_prompts(plan, config, workspace.manifests, encodings, models)
     with ExitStack() as after, ThreadPoolExecutor(num_threads(config.encode)) as executor:
         if gc.isenabled():
@@ -227,12 +227,7 @@ class _DatasetPlanner:
         found = [sample if isinstance(sample, Refusal) else self._recalled(sample, texts) for sample in samples]
         read = executor.map(self._read, [each for each, facts in zip(samples, found, strict=True) if facts is None])
         for sample, facts in zip(samples, found, strict=True):
-            facts = next(read) if facts is None else facts
-            if self._preparations.takes_alpha and not isinstance(facts, Refusal):
-                facts = [*facts, facts[0]]
-            if self._preparations.inpaint and not isinstance(facts, Refusal):
-                facts = [*facts, facts[-1]]
-            yield sample, facts
+            yield sample, next(read) if facts is None else facts
 
     def _recalled(self, sample: Sample, texts: Mapping[str, str]) -> list[_FileFacts] | None:
         """The facts in the memo; None if a file may have changed since."""
@@ -281,7 +276,7 @@ class _DatasetPlanner:
         try:
             if isinstance(facts, Refusal):
                 raise ImageRefused(facts.path, facts.reason, facts.detail)
-            sizes = [Size(each.height, each.width) for each in facts]
+            sizes = [Size(facts[role.file].height, facts[role.file].width) for role in self._preparations.roles]
             shapes = self._preparations.shapes(sizes, facts[0].num_frames, path, image)
         except ImageRefused as refused:
             refusal = Refusal(sample_id, refused.path, refused.reason, refused.detail)
@@ -289,7 +284,7 @@ class _DatasetPlanner:
             self._rows.put(sample_id, path, image, refusal=refusal)
             return ()
         assert isinstance(sample, Sample) and image is not None  # a refused one has no facts
-        sources = [(shape, facts[shape.role.number].source) for shape in shapes]
+        sources = [(shape, facts[shape.role.file].source) for shape in shapes]
         entries = [(self._preparations.key(shape, image, source), shape, source) for shape, source in sources]
         _, controls = self._read_with_texts(entries)
         rule = self._dataset.captions
@@ -344,8 +339,7 @@ class _DatasetPlanner:
         """The task for an image entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
         identity = self._preparations.identity_of(shape, image, source)
-        role, mask = shape.role, shape.mask
-        is_alpha = role.part in ("mask", "masked image") and self._preparations.takes_alpha
-        file = sample if role.number == 0 or is_alpha or mask else sample.parts[role.number - 1]
-        mask_file = None if mask is None else sample if is_alpha else sample.parts[mask.role.number - 1]
-        return Task(key, identity, file, self._source, self._dataset.images, is_alpha, mask_file)
+        files, is_mask = (sample, *sample.parts), shape.role.part in ("mask", "masked image")
+        file, mask = (files[shape.role.file], None) if shape.mask is None else (sample, files[shape.role.file])
+        is_alpha = is_mask and self._preparations.takes_alpha
+        return Task(key, identity, file, self._source, self._dataset.images, is_alpha, mask)

@@ -54,11 +54,13 @@ Controls = tuple[tuple[str, Preparation], ...]
 class Role:
     """The role of one of a sample's images. A mask has neither an encoding nor a bucket rule.
 
-    `part` is the kind of companion in a manifest; None for the image itself. If `lies_on_image`, it is resized and
-    cropped like its image, and `rule` only gives the filter.
+    `file` is the number of the sample's file that it is made from: 0 for the image, then the companions in order. For a
+    masked image it is that of the mask. `part` is the kind of companion in a manifest; None for the image itself. If
+    `lies_on_image`, it is resized and cropped like its image, and `rule` only gives the filter.
     """
 
     number: int
+    file: int
     name: str
     part: PartRole | None
     policy: dict[str, str]
@@ -109,7 +111,7 @@ class Preparations:
             message = f"dataset {dataset.name} has no frames, but models of {encodings.family.name} take clips only"
             raise ConfigError(f"{message}; set frames, such as {{count: 81, fps: 16}}", key="datasets.frames")
         policy, rule = preparation_policy(dataset.images), BucketRule(dataset.buckets)
-        self.roles = [Role(0, "image", None, policy, encodings.image, rule, False)]
+        self.roles = [Role(0, 0, "image", None, policy, encodings.image, rule, False)]
         # A control image is not a training target: diffusers' pipelines and the trainers use its posterior's mode.
         encoding = replace(encodings.image, output="mean", seed=0)
         for number, control in enumerate(dataset.control, 1):
@@ -117,15 +119,16 @@ class Preparations:
             if control.area is not None:
                 sizes = BucketsConfig(area=control.area, step=buckets.step, max_aspect=buckets.max_aspect)
                 own = BucketRule(sizes)
-            role = Role(number, f"control {number}", "control", policy, encoding, own or rule, own is None)
+            role = Role(number, number, f"control {number}", "control", policy, encoding, own or rule, own is None)
             self.roles.append(role)
         self.takes_alpha = dataset.mask is not None and dataset.mask.alpha
         self.inpaint = None if dataset.mask is None else dataset.mask.inpaint
+        number, file = len(self.roles), 0 if self.takes_alpha else len(self.roles)
         if dataset.mask is not None:
             weights = mask_policy(policy, alpha=self.takes_alpha)
-            self.roles.append(Role(len(self.roles), "mask", "mask", weights, None, None, True))
+            self.roles.append(Role(number, file, "mask", "mask", weights, None, None, True))
         if self.inpaint is not None:
-            role = Role(len(self.roles), "masked image", "masked image", policy, encoding, rule, True)
+            role = Role(number + 1, file, "masked image", "masked image", policy, encoding, rule, True)
             self.roles.append(role)
         # Most samples share their sizes with others, so they share one value in memory.
         self._shapes = lru_cache(1 << 14)(self._shapes_of)

@@ -22,7 +22,7 @@ from latentcache.precache.preparation import TextKeys
 from latentcache.precache.reasons import History, text_causes, text_facts
 from latentcache.precache.report import Failure, Report
 from latentcache.precache.stages import RunContext, TextStage
-from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Task
+from latentcache.precache.tasks import TEXT_BATCH_SIZE, Plan, Shard, Task
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import prompt_id
@@ -55,7 +55,7 @@ def cache_prompts(
     placement = replace(encodings.text_encoders, device=where, batch_size=text_batch_size(where))
     encodings = replace(encodings, text_encoders=placement)
     with workspace.in_use():
-        plan = Plan(workspace.store)
+        plan = Plan(workspace.store, Shard())
         manifest = plan_prompts(plan, workspace.manifests, encodings, models, config.cache.salt, texts)
         for dataset in config.datasets:
             _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common, models)

@@ -194,9 +194,7 @@ class Plan:
     report's counts cover the whole dataset; the batches are this shard's share.
     """
 
-    def __init__(
-        self, store: Store, shard: Shard | None = None, report: Report | None = None, wanted: Set[str] | None = None
-    ):
+    def __init__(self, store: Store, shard: Shard, report: Report | None = None, wanted: Set[str] | None = None):
         self.store, self.report, self.damaged = store, report or Report(), store.damaged()
         self.manifests: list[Manifest] = []
         self.reasons: dict[str, str] = {}
@@ -206,7 +204,7 @@ class Plan:
         self._wanted = wanted
         self._seen: set[bytes] = set()
         # Texts before images, because the text encoders are released before the VAE needs the memory.
-        self._open: dict[Kind, Batches] = {kind: Batches(shard or Shard()) for kind in ("mask", "text", "image")}
+        self._open: dict[Kind, Batches] = {kind: Batches(shard) for kind in ("mask", "text", "image")}
 
     def is_miss(self, key: str, present: set[str], kind: Kind, group: Hashable, size: int) -> bool:
         """Whether an entry must be encoded. True only for the first call with a key; counts hits.
