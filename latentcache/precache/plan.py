@@ -173,9 +173,8 @@ class _DatasetPlanner:
                 if stop.is_set():
                     raise Stopped
                 planned += self._planned(sample, facts)
-            found = {key for _, _, entries, _ in planned for key, _, _ in entries}
-            found |= {key for _, _, _, texts in planned for key, _, _ in texts if key}
-            present = self._plan.store.find(found)
+            keys = {value[0] for *_, entries, texts in planned for value in (*entries, *texts)} - {""}
+            present = self._plan.store.find(keys)
             for each in planned:
                 self._sort(*each, present)
             progress.advance(len(chunk))
