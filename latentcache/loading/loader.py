@@ -136,9 +136,7 @@ class _BatchMaker:
         return self.transfer.host_memory((num_bytes,), torch.uint8).numpy().view(dtype).reshape(shape)
 
     def _place(self, planned: PlannedBatch, batch: Batch) -> Batch:
-        loader = self.loader
-        device, output, scaled = self.transfer.device, loader.output, loader.scaled
-        return placed(loader.dataset, planned, batch, device, dtype=self.dtype, output=output, scaled=scaled)
+        return placed(self.loader, planned, batch, self.transfer.device, self.dtype)
 
 
 def _lost_key(error: Exception) -> str | None:
@@ -156,23 +154,20 @@ def check_output(output: Output, *, scaled: bool) -> None:
 
 
 def placed(
-    dataset: LatentDataset,
-    planned: PlannedBatch,
-    batch: Batch,
-    device: DeviceLike,
-    *,
-    dtype: torch.dtype | None,
-    output: Output,
-    scaled: bool,
+    of: LatentLoader | CachedBatches, planned: PlannedBatch, batch: Batch, device: DeviceLike, dtype: torch.dtype | None
 ) -> Batch:
-    """Move a gathered batch to the device. Its latents are drawn by the seed, the epoch and the batch's position."""
+    """Move a gathered batch `of` a loader to the device.
+
+    Its latents are drawn by the seed, the epoch and the batch's position.
+    """
+    dataset, output = of.sampler.dataset, of.output
     draws = output == "latents" and "moments" in batch and dataset.facts.family.latent.draws
     return to_device(
         batch,
         device,
         dtype=dtype,
         output="moments" if output == "moments" else "latents",
-        scaling=dataset.scaling if scaled else None,
+        scaling=dataset.scaling if of.scaled else None,
         generator=noise_generator(planned.seed, planned.epoch, planned.position) if draws else None,
     )
 
@@ -422,7 +417,7 @@ class CachedBatches(Dataset[Batch]):
         """The batch of this number. IndexError; SampleError for a sample that is missing or damaged."""
         planned, dataset = self._batches()[number], self.sampler.dataset
         batch = dataset.cache.gather(dataset.refs(planned.visits))
-        return placed(dataset, planned, batch, CPU, dtype=self.dtype, output=self.output, scaled=self.scaled)
+        return placed(self, planned, batch, CPU, self.dtype)
 
     def _batches(self) -> list[PlannedBatch]:
         epoch = int(self._epoch)
