@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from helpers.tensor_bits import random_tensor, same_bits
@@ -38,6 +39,10 @@ def make_text(number, length, dtype=torch.float32):
 
 def keys_of(entries):
     return [entry.record.key for entry in entries]
+
+
+def has(store, *keys):
+    return store.has(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)).tolist()
 
 
 def stacked(entries, name="moments"):
@@ -97,6 +102,7 @@ class StoreContract:
                 call(ABSENT)
             assert caught.value.key == ABSENT
         assert store.find([ABSENT, *keys_of([make_entry(1)])]) == {*keys_of([make_entry(1)])}
+        assert has(store, ABSENT, *keys_of([make_entry(1)]), ABSENT) == [False, True, False] and has(store) == []
 
     def test_what_is_no_key_is_refused(self, store):
         for key in ["", "../" * 20 + "abcd", "A" * 64, "0" * 63, "0" * 65, "0" * 63 + "\n", None, 7]:
@@ -226,7 +232,7 @@ class RemovingStoreContract(StoreContract):
         assert store.remove([keys[0], ABSENT, keys[0]]) == 1 and store.remove(keys[:1]) == 0
         with pytest.raises(EntryMissingError):
             store.rows(keys)
-        assert set(store.keys()) == store.find(keys) == {*keys[1:]}
+        assert set(store.keys()) == store.find(keys) == {*keys[1:]} and has(store, *keys) == [False, True, True]
         assert same_bits(stack(keys, rows)["pooled"], stacked(entries, "pooled")), "what was read stays readable"
         assert store.add(entries) == 1 and store.remove(keys) == 3 and store.add(entries[:1]) == 1
         assert_holds(store, entries[0])
