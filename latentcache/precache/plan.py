@@ -338,7 +338,7 @@ class _DatasetPlanner:
         """The task for an image entry of a sample whose image has the digest `image`."""
         key, shape, source = entry
         identity = self._preparations.identity_of(shape, image, source)
-        files, is_mask = (sample, *sample.parts), shape.role.part in ("mask", "masked image")
-        file, mask = (files[shape.role.file], None) if shape.mask is None else (sample, files[shape.role.file])
-        is_alpha = is_mask and self._preparations.takes_alpha
+        files, role = (sample, *sample.parts), shape.role
+        file, mask = (files[role.file], None) if shape.mask is None else (sample, files[role.file])
+        is_alpha = role.number > 0 and role.file == 0
         return Task(key, identity, file, self._source, self._dataset.images, is_alpha, mask)

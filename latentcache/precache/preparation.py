@@ -54,9 +54,10 @@ Controls = tuple[tuple[str, Preparation], ...]
 class Role:
     """The role of one of a sample's images. A mask has neither an encoding nor a bucket rule.
 
-    `file` is the number of the sample's file that it is made from: 0 for the image, then the companions in order. For a
-    masked image it is that of the mask. `part` is the kind of companion in a manifest; None for the image itself. If
-    `lies_on_image`, it is resized and cropped like its image, and `rule` only gives the filter.
+    `file` is the number of the sample's file that it is made from: 0 for the image and its alpha channel, then the
+    companions in order. For a masked image it is that of the mask. `part` is the kind of companion in a manifest; None
+    for the image itself. If `lies_on_image`, it is resized and cropped like its image, and `rule` only gives the
+    filter.
     """
 
     number: int
@@ -121,15 +122,14 @@ class Preparations:
                 own = BucketRule(sizes)
             role = Role(number, number, f"control {number}", "control", policy, encoding, own or rule, own is None)
             self.roles.append(role)
-        self.takes_alpha = dataset.mask is not None and dataset.mask.alpha
         self.inpaint = None if dataset.mask is None else dataset.mask.inpaint
-        number, file = len(self.roles), 0 if self.takes_alpha else len(self.roles)
         if dataset.mask is not None:
-            weights = mask_policy(policy, alpha=self.takes_alpha)
+            number, file = len(self.roles), 0 if dataset.mask.alpha else len(self.roles)
+            weights = mask_policy(policy, alpha=dataset.mask.alpha)
             self.roles.append(Role(number, file, "mask", "mask", weights, None, None, True))
-        if self.inpaint is not None:
-            role = Role(number + 1, file, "masked image", "masked image", policy, encoding, rule, True)
-            self.roles.append(role)
+            if self.inpaint is not None:
+                role = Role(number + 1, file, "masked image", "masked image", policy, encoding, rule, True)
+                self.roles.append(role)
         # Most samples share their sizes with others, so they share one value in memory.
         self._shapes = lru_cache(1 << 14)(self._shapes_of)
 
