@@ -254,7 +254,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         if self._places is not None:
             _check_ranks(self._places.identity, world_size)
         self._cursor = Cursor(0)
-        self._identity: str | None = None
+        self._fixed: dict[str, Any] | None = None
         if len(dataset) and not len(self):  # training would end at once, silently
             raise StoreError(
                 f"an epoch of {len(dataset)} items has no batch: use a batch_size below {batch_size}, fewer ranks than "
@@ -336,14 +336,12 @@ class BucketBatchSampler(Sampler[list[int]]):
         self._cursor = Cursor(epoch, position)
 
     def _settings(self) -> dict[str, Any]:
-        if self._identity is None:
-            self._identity = self.dataset.identity()
+        if self._fixed is None:
+            self._fixed = {"dataset": self.dataset.identity(), "num_items": len(self.dataset)} | self.dataset.drawn()
+            if self._places is not None:
+                self._fixed |= {"packs": self._places.identity, "window": self.window}
         names = ("batch_size", "shuffle", "drop_last", "seed", "world_size")
-        fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
-        if self._places is not None:
-            fixed |= {"packs": self._places.identity, "window": self.window}
-        fixed |= self.dataset.drawn()
-        return fixed | {name: getattr(self, name) for name in names}
+        return {"version": STATE_VERSION, **self._fixed, **{name: getattr(self, name) for name in names}}
 
     def _num_left(self, position: int) -> int:
         """This rank's batches from a position on."""
