@@ -138,7 +138,8 @@ def status_of(
     return Status(
         str(path),
         stats.to_json(),
-        num_unused=num_entries - len(np.unique(np.concatenate(used).view("S32"))),
+        # Entries may have come since they were counted.
+        num_unused=max(0, num_entries - len(np.unique(np.concatenate(used).view("S32")))),
         num_damaged=stats.num_damaged,
         num_lost=sum(manifest.num_lost for manifest in counted),
         num_refused=sum(manifest.num_refused for manifest in counted),
