@@ -74,13 +74,13 @@ def is_read_since(path: Path, time_ns: int) -> bool:
 
     Where locks cover whole files (macOS), any reader counts.
     """
-    if not os.path.lexists(path):
-        return False
-    fd = _open(path)
-    try:
-        return not file_locks.take(fd, at=0, num_bytes=time_ns + 1)
-    finally:
-        os.close(fd)
+    with typed_errors(path, 0), suppress(FileNotFoundError):  # not `exists`, which says no if it may not look
+        fd = os.open(path, file_locks.OPEN_FLAGS & ~os.O_CREAT)
+        try:
+            return not file_locks.take(fd, at=0, num_bytes=time_ns + 1)
+        finally:
+            os.close(fd)
+    return False
 
 
 class Claims:
