@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -112,15 +112,24 @@ def device_of(requester: DeviceLike) -> torch.device:
 def dtype_of(requester: DeviceLike) -> torch.dtype | None:
     """The floating-point dtype that the requester computes in, or None if it has none (a device, an integer tensor).
 
-    8-bit floats are for storage alone, so such tensors are ignored. diffusers' `enable_layerwise_casting` records the
-    dtype that its module computes in.
+    8-bit floats are for storage alone, so such tensors are ignored, and so are weights that a class always keeps in
+    float32, such as Wan's first one. diffusers' `enable_layerwise_casting` records the dtype that its module computes
+    in.
     """
     if isinstance(requester, torch.Tensor):
         return requester.dtype if _computes(requester) else None
     if isinstance(requester, torch.nn.Module):
-        stored = (t.dtype for t in chain(requester.parameters(), requester.buffers()) if _computes(t))
-        return next(chain(filter(None, map(casting_dtype_of, requester.modules())), stored), None)
+        classes = {type(module) for module in requester.modules()}
+        kept = {name for each in classes for name in getattr(each, "_keep_in_fp32_modules", None) or ()}
+        casting = filter(None, map(casting_dtype_of, requester.modules()))
+        return next(chain(casting, _dtypes(requester, kept), _dtypes(requester, set())), None)
     return None
+
+
+def _dtypes(module: torch.nn.Module, kept: Set[str]) -> Iterator[torch.dtype]:
+    """The dtypes of the tensors that a module computes with, without those whose path has one of the names `kept`."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    return (tensor.dtype for name, tensor in named if _computes(tensor) and kept.isdisjoint(name.split(".")))
 
 
 def _computes(tensor: torch.Tensor) -> bool:
@@ -137,10 +146,7 @@ def vae_batch_size(
     if requested is not None:
         size, reason = requested, f"batch_size is {requested}"
     elif device.type == "cpu":
-        size, reason = (
-            1,
-            "on a CPU batches are no faster, and alone an image's bits do not depend on other images",
-        )
+        size, reason = 1, "on a CPU batches are no faster, and alone an image's bits do not depend on others"
     elif (free_bytes := free_memory(device)) is None:
         size, reason = 1, f"{device} does not report how much memory is free"
     else:

@@ -132,7 +132,8 @@ class Ideogram4(Family):
         tokens = noisy.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1, 2).flatten(2).transpose(1, 2)
         length = conditions["indicator"].shape[1] - tokens.shape[1]
         given = torch.nn.functional.pad(tokens, (0, 0, length, 0))
-        made: torch.Tensor = denoiser(given, timestep=1 - timesteps / 1000, return_dict=False, **conditions)[0]
+        times = (1 - timesteps / 1000).to(given.dtype)  # which its embedding computes in
+        made: torch.Tensor = denoiser(given, timestep=times, return_dict=False, **conditions)[0]
         return -_in_layout(made[:, length:], *noisy.shape[-2:])
 
     @override

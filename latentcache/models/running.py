@@ -80,8 +80,6 @@ class BatchRunner(Generic[Item, Result]):
     """
 
     def __init__(self, part: str, batch_size: int, device: torch.device | str):
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1")
         self.part, self.batch_size, self.device = part, batch_size, torch.device(device)
 
     def run_ahead(

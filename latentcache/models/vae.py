@@ -168,25 +168,17 @@ def first_frames(vae: Any, clips: torch.Tensor, family: Family, facts: VaeFacts 
     return latents_from_moments(encode_images(vae, clips, family, facts, kept=kept))
 
 
-def keep_output(
-    moments: torch.Tensor, output: ImageOutput, seeds: Sequence[int] | None = None
-) -> dict[str, torch.Tensor]:
+def keep_output(moments: torch.Tensor, output: ImageOutput, seeds: Sequence[int]) -> dict[str, torch.Tensor]:
     """The tensors that an entry stores of moments [B, 2C, h, w]: unscaled, in the moments' dtype, by field.
 
     `moments` keeps them unchanged. `mean` gives `latents` [B, C, h, w]. `sample` gives `latents` sampled with float32
     noise from a CPU generator per item, so a sample depends only on its seed and moments, not on device or batch.
-    Raises ValueError if `sample` does not have one seed per item.
     """
     if output == "moments":
         return {"moments": moments}
-    if output == "mean":
-        return {"latents": latents_from_moments(moments)}
-    if output != "sample":
-        raise ValueError(f"output is {output!r}, but it must be moments, mean or sample")
-    if seeds is None or len(seeds) != len(moments):
-        given = "no seeds" if seeds is None else f"{len(seeds)} seeds"
-        raise ValueError(f"{given} for {len(moments)} items: output `sample` needs one seed per item")
     mean = latents_from_moments(moments)
+    if output == "mean":
+        return {"latents": mean}
     noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     return {"latents": mean + posterior_std(moments) * torch.stack(noise).to(moments)}
 

@@ -97,6 +97,9 @@ def test_its_tiny_model_is_cached_validated_and_trained(
         assert batch["latents"].shape[1] == family.latent.channels and all(field in batch for field in family.fields)
     found = validate(config).report  # without any encoder
     assert found.loss is not None and found.loss.loss.num == 3 and not found.loss.skipped
+    half = validate(config, dtype="bfloat16").report.loss
+    assert half is not None and half.measurement_settings.dtype == "bfloat16"
+    assert half.loss.mean == pytest.approx(found.loss.loss.mean, rel=0.05)
     [sample] = found.images
     width = (MAX_FRAMES if family.clip_condition else 1) * SIDE
     assert sample.image.size == (width, SIDE) and len(sample.image.getcolors(width * SIDE) or ()) > 10
