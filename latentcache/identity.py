@@ -113,11 +113,6 @@ class Preparation:
     fps: float | None = None
     start: str | None = None
 
-    @classmethod
-    def of(cls, policy: Mapping[str, Any], geometry: Geometry) -> Preparation:
-        """Make a preparation from a policy (`dataset.images.preparation_policy`), for a clip with fps and start."""
-        return cls(**policy, geometry=geometry)
-
     def to_json(self) -> dict[str, Any]:
         """The preparation as JSON, flat."""
         values = _values(self)

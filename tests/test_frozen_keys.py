@@ -87,7 +87,7 @@ ALPHA = [
 
 def preparation(size: Size = LANDSCAPE, flip: bool = False, **images: Any) -> Preparation:
     geometry = fit(size, assign(size, bucket_table(BucketsConfig())), flip=flip)
-    return Preparation.of(preparation_policy(ImagesConfig(**images)), geometry)
+    return Preparation(**preparation_policy(ImagesConfig(**images)), geometry=geometry)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_image_keys(prepared: dict[str, Any], encoded: dict[str, Any], salt: str
 def test_keys_of_clips(encoding: ImageEncoding, fps: float | None, key: str) -> None:
     geometry = dataclasses.replace(fit(LANDSCAPE, assign(LANDSCAPE, bucket_table(BucketsConfig()))), num_frames=9)
     policy = preparation_policy(ImagesConfig()) | {"fps": fps, "start": "first", "decoder": "pillow-or-pyav"}
-    identity = ImageIdentity(digest(b"the bytes of a clip"), Preparation.of(policy, geometry), encoding)
+    identity = ImageIdentity(digest(b"the bytes of a clip"), Preparation(**policy, geometry=geometry), encoding)
     assert key_of(identity.to_json()) == key
 
 

@@ -71,7 +71,7 @@ _TURNS = {
 
 
 def preparation_policy(config: ImagesConfig) -> dict[str, str]:
-    """The policies that determine the pixels of an accepted image: the `policy` of `identity.Preparation.of`."""
+    """The policies that determine the pixels of an accepted image, as `identity.Preparation` takes them."""
     return {
         "exif": "upright",
         "colour": "srgb-perceptual",

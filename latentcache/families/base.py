@@ -82,7 +82,7 @@ class Preview:
 class LatentSpace:
     """The shape of a family's latents and how it trains on them. Scaling is read from the VAE: `models.vae.vae_facts`.
 
-    `is_video`: latents are [C, F, h, w], with one latent frame for the first frame and one per further `frames_factor`.
+    `is_video`: latents are [C, F, h, w], with one latent frame for the first frame and one per further few.
     `draws`: the model is trained on posterior samples; otherwise on the mean, as the family's pipelines encode images.
     `others` maps the channels of VAEs that some of its models have to their downscale factors. `published` is the
     scaling of the published VAE, which trainers hard-code; None if it is stored only in the VAE's weights.
@@ -91,7 +91,6 @@ class LatentSpace:
     channels: int
     downscale: int = 8
     is_video: bool = False
-    frames_factor: int = 4
     draws: bool = True
     preview: Preview | None = None
     others: Mapping[int, int] = field(default_factory=dict)
@@ -155,7 +154,7 @@ class Family(ABC):
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
     """Pipeline settings to read from a model's model_index.json: `models.files.pipeline_settings`."""
     parts: ClassVar[Mapping[str, Part]]
-    """The frozen parts, by the names of their folders."""
+    """The frozen parts, by the names of their folders. The VAE's is `vae`."""
     whole: ClassVar[str | None] = None
     """The family whose frozen parts this one runs next to its denoiser, where `load_denoiser` attaches them."""
     denoiser: ClassVar[str] = "transformer"

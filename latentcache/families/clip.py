@@ -89,7 +89,9 @@ class ClipFamily(Family):
         Not thread-safe: a fast tokenizer used by two threads raises "Already borrowed".
         """
         tokenizers = [parts[name] for name in self.names("tokenizer")]
-        read = [_tokenize(tokenizer, _with_all_vectors(list(texts), tokenizer)) for tokenizer in tokenizers]
+        # One token per vector of a textual inversion.
+        expanded = importlib.import_module("diffusers.loaders").TextualInversionLoaderMixin().maybe_convert_prompt
+        read = [_tokenize(tokenizer, expanded(list(texts), tokenizer)) for tokenizer in tokenizers]
         ids = zip(*[torch.split(input_ids, 1) for input_ids, _ in read], strict=True)
         uncut = zip(*[whole for _, whole in read], strict=True)
         return [Tokens(rows, each) for rows, each in zip(ids, uncut, strict=True)]
@@ -172,13 +174,6 @@ def pooling(encoder: Any, tokenizer: Any, recipe: Mapping[str, Any]) -> Iterator
     finally:
         for module, number in zip(found, before, strict=True):
             module.eos_token_id = number
-
-
-def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
-    """The captions with one token per vector of a textual inversion, expanded like in `encode_prompt`."""
-    mixin = importlib.import_module("diffusers.loaders").TextualInversionLoaderMixin()
-    expanded: list[str] = mixin.maybe_convert_prompt(captions, tokenizer)
-    return expanded
 
 
 def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[list[int]]]:

@@ -38,7 +38,7 @@ from latentcache.models.files import (
     refused,
     weights_name,
 )
-from latentcache.models.part_identity import image_processor_identity, module_identity, tokenizer_identity
+from latentcache.models.part_identity import image_processor_identity, module_identity, tokenizer_identity, used_dtype
 from latentcache.models.tiny import frozen, tiny_part
 from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.provenance import installed_versions
@@ -48,7 +48,7 @@ _ENDINGS = ("json", "txt", "model", "jinja")
 """Extensions of config and tokenizer files."""
 _PROCESSORS = ("tokenizer", "image_processor")
 """The roles of parts without weights."""
-_MEMO = "part-identity/2"
+_MEMO = "part-identity/3"
 _Known = TypeVar("_Known")
 _IDENTITY, _FACTS = TypeAdapter(PartIdentity), TypeAdapter(VaeFacts)
 
@@ -86,15 +86,9 @@ class Models(ABC):
     def _has(self, part: str) -> bool:
         """Whether the model has this optional part."""
 
-    @property
-    def vae_name(self) -> str:
-        """The name of the VAE among the parts."""
-        [name] = self.family.names("vae")
-        return name
-
     def vae(self, dtype: torch.dtype) -> torch.nn.Module:
         """The VAE, on the CPU unless a caller moved it."""
-        module: torch.nn.Module = self.part(self.vae_name, dtype)
+        module: torch.nn.Module = self.part("vae", dtype)
         return module
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
@@ -194,17 +188,17 @@ class ModelLoader(Models):
     @override
     def vae_facts(self) -> VaeFacts:
         kind = f"facts/2 {self.family.name}"
-        return self._remembered(kind, self.vae_name, torch.float32, _FACTS, self._vae_facts)
+        return self._remembered(kind, "vae", torch.float32, _FACTS, self._vae_facts)
 
     def _vae_facts(self) -> VaeFacts:
-        origin = self._origin(self.vae_name)
-        settings, vae_class = origin.vae_config(), self.family.parts[self.vae_name].load_class()
+        origin = self._origin("vae")
+        settings, vae_class = origin.vae_config(), self.family.parts["vae"].load_class()
         # Without weights: the model class fills in defaults of missing settings.
-        with loading(self.vae_name, origin.name), torch.device("meta"):
+        with loading("vae", origin.name), torch.device("meta"):
             vae = vae_class.from_config(settings)
         if hasattr(vae, "bn"):  # statistics stored as weights, read in float32: a cast would round them
             vae = self.vae(torch.float32)
-        self._files(self.vae_name)
+        self._files("vae")
         return self._with_stated_upcast(vae_facts(vae, self.family), settings)
 
     @override
@@ -232,7 +226,7 @@ class ModelLoader(Models):
         return find_vae(str(self.vae_path), self._model)
 
     def _origin(self, part: str) -> ModelOrigin:
-        return self._own_vae if part == self.vae_name and self.vae_path is not None else self._model
+        return self._own_vae if part == "vae" and self.vae_path is not None else self._model
 
     def _files(self, part: str) -> list[Any]:
         """Signatures of the part's files, called before and after loading. ModelError if they changed in between."""
@@ -290,23 +284,28 @@ class LoadedModels(Models):
 
     @override
     def vae_facts(self) -> VaeFacts:
-        vae = self._given(self.vae_name)
+        vae = self._given("vae")
         dtype = vae.bn.running_var.dtype if hasattr(vae, "bn") else torch.float32
         if dtype != torch.float32:
             raise ModelError(
-                f"{self.vae_name}: its statistics for scaling latents (bn) are {dtype}, but they must be float32. Load "
+                f"vae: its statistics for scaling latents (bn) are {dtype}, but they must be float32. Load "
                 "the VAE in float32: casting back does not restore rounded values.",
-                part=self.vae_name,
+                part="vae",
             )
         return self._with_stated_upcast(vae_facts(vae, self.family), vae.config)
 
     @override
     def part(self, name: str, dtype: torch.dtype = torch.float32) -> Any:
         found = self._given(name)
-        if not isinstance(found, torch.nn.Module) or all(tensor.dtype == dtype for tensor in found.parameters()):
+        if not isinstance(found, torch.nn.Module):
+            return found
+        if all(each.dtype == used_dtype(found, key, each, dtype) for key, each in found.named_parameters()):
             return found
         if (name, dtype) not in self._loaded:  # which has only copies, as the caller's parts cannot be released
-            self._loaded[name, dtype] = copy.deepcopy(found).to("cpu", dtype).eval()
+            self._loaded[name, dtype] = made = copy.deepcopy(found).to("cpu").eval()
+            # Not `to(dtype)`, which would also round what is not a weight, such as rotary frequencies.
+            for key, each in made.state_dict(keep_vars=True).items():
+                each.data = each.data.to(used_dtype(found, key, each, dtype))
         return self._loaded[name, dtype]
 
     @override
@@ -368,13 +367,12 @@ class ModelOrigin:
 
     def vae_config(self) -> Mapping[str, Any]:
         """The VAE's config. ModelError if its class is not the family's."""
-        [part] = self.family.names("vae")
-        vae_class = self.family.parts[part].load_class()
-        settings = read_config(part, self.folders[part], vae_class, self.name)
+        vae_class = self.family.parts["vae"].load_class()
+        settings = read_config("vae", self.folders["vae"], vae_class, self.name)
         met, needed = settings.get("_class_name", vae_class.__name__), vae_class.__name__
         if met != needed:
             message = f"{self.name} is a {met}, but {self.family.name} has an {needed}. Name a VAE of that class."
-            raise refused(part, message)
+            raise refused("vae", message)
         return settings
 
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, Any]:

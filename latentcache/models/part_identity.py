@@ -79,7 +79,16 @@ def module_identity(
         # Tiling changes outputs: tiles are encoded separately and blended. Slicing, one image at a time, does not.
         names = sorted(filter(_TILE_SETTING.fullmatch, vars(module)))
         counting["tiling"] = {name: getattr(module, name) for name in names}
-    found = weights_digest(part, module, dtype, weights)
+    found, state = weights_digest(part, module, dtype, weights), module.state_dict()
+    stacks = {prefix.partition(".")[0] for prefix in weights}
+    # Buffers outside the state are computed in float32, such as rotary frequencies. A cast of the module rounds them.
+    rounded = {
+        name: _tensor_digest(each.cpu())
+        for name, each in module.named_buffers()
+        if name not in state and each.is_floating_point() and each.itemsize < 4 and stacks & {"", name.split(".")[0]}
+    }
+    if rounded:
+        counting["rounded"] = rounded
     return PartIdentity(type(module).__name__, found, digest(canonical_json(counting)))
 
 
@@ -107,6 +116,8 @@ def tokenizer_identity(part: str, tokenizer: Any, image_settings: Sequence[str] 
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "truncation_side": tokenizer.truncation_side,
     }
+    if getattr(tokenizer, "split_special_tokens", False):  # by default a special token in a text is one token
+        settings["split_special_tokens"] = True
     if image_processor is not None:
         settings["images"] = _images(part, image_processor, image_settings)
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
@@ -154,10 +165,22 @@ def weights_digest(
                 "Pass the module before enabling offloading, or the model's path.",
                 part=part,
             )
-        digested = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        digested = used_dtype(module, name, tensor, dtype)
         values = _tensor_digest(tensor.detach().to("cpu", digested))
         rows.append((name, str(digested), list(tensor.shape), values))
     return digest(canonical_json(rows))
+
+
+def used_dtype(module: torch.nn.Module, name: str, weight: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a weight of a module that computes in `dtype`. Integers keep theirs, and so do all with None.
+
+    transformers keeps weights that overflow in float16, such as T5's `wo`, in float32. A module that was cast as a
+    whole has them in float16.
+    """
+    if dtype is None or not weight.is_floating_point():
+        return weight.dtype
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ()) & set(name.split("."))
+    return torch.float32 if kept and dtype == torch.float16 != weight.dtype else dtype
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:

@@ -128,7 +128,7 @@ def text_encoders_of_file(
     # Only the pipeline converts text encoders. Passing the tokenizers keeps it from loading its own.
     options = {"config": str(configs), "torch_dtype": dtype, "local_files_only": True}
     options |= {name: load_tokenizer(name) for name in family.names("tokenizer")}
-    options |= dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
+    options |= dict.fromkeys(("vae", family.denoiser, "scheduler"))
     with loading(family.names("text_encoder")[0], str(file)):
         pipeline = family.pipeline_class.from_single_file(str(file), **family.pipeline_options, **options)
     loaded = {name: getattr(pipeline, name) for name in family.names("text_encoder")}

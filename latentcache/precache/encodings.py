@@ -90,15 +90,8 @@ TYPICAL_TOKENS = 64
 def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoader:
     """The models that the config names, loaded lazily, except for the files that identify the family."""
     family, reason = family_of(config)
-    models = ModelLoader(
-        config.path,
-        vae=config.vae,
-        config=config.config,
-        variant=config.variant,
-        revision=config.revision,
-        memo=memo,
-        family=family,
-    )
+    named = config.model_dump(include={"path", "vae", "config", "variant", "revision"})
+    models = ModelLoader(**named, memo=memo, family=family)
     models.family_reason = reason
     return models
 
@@ -127,7 +120,7 @@ def choose_encodings(
     if picture:  # the encoder sees the prepared first frame, not the whole frame of the file
         picture.append(("image_pixels", "prepared"))
     image = ImageEncoding(
-        vae=models.identity(models.vae_name, vae_type),
+        vae=models.identity("vae", vae_type),
         compute_dtype=dtype_name(vae_type),
         output=output,
         store_dtype=dtype_name(vae_type) if encode.store_dtype == "auto" else encode.store_dtype,

@@ -64,7 +64,7 @@ class Role:
     file: int
     name: str
     part: PartRole | None
-    policy: dict[str, str]
+    policy: dict[str, Any]
     encoding: ImageEncoding | None
     rule: BucketRule | None
     lies_on_image: bool
@@ -198,12 +198,12 @@ class Preparations:
     def identity(self, role: Role, source: str, geometry: Geometry) -> ImageIdentity | MaskIdentity:
         """The identity of an entry, but of a masked image without its mask: see `identity_of`."""
         if role.rule is None or role.encoding is None:
-            return MaskIdentity(source, Preparation.of(role.policy, geometry), self.downscale, self._salt)
+            return MaskIdentity(source, Preparation(**role.policy, geometry=geometry), self.downscale, self._salt)
         policy: dict[str, Any] = with_filter(role.policy, role.rule.resample(geometry))
         frames = self._dataset.frames
         if frames is not None and geometry.num_frames is not None:
             policy = {**policy, "fps": frames.fps, "start": frames.start, "decoder": CLIP_DECODER}
-        return ImageIdentity(source, Preparation.of(policy, geometry), role.encoding, self._salt)
+        return ImageIdentity(source, Preparation(**policy, geometry=geometry), role.encoding, self._salt)
 
     def _shapes_of(
         self, sizes: tuple[Size, ...], num_available: int | None, crop: Crop | None = None, number_of_crop: int = 0

@@ -302,7 +302,7 @@ class _Run:
             else:
                 self.stop.wait(CLAIM_WAIT_S)
         if kind == "text":  # free the memory for the VAE
-            self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
+            self.models.release(*(name for name in self.models.family.parts if name != "vae"))
 
 
 def _rows_with(keys: Set[str], config: Config, workspace: Workspace) -> list[tuple[str, Row]]:

@@ -435,7 +435,7 @@ class ImageStage(EncodingStage):
         kept = {**keep_output(moments, encoding.output, seeds), **rest}
         tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in kept.items()}
         found = [problem_names(problem_flags(tensor)) for tensor in (moments, *tensors.values())]
-        parts = [context.models.vae_name, *(context.models.picture_names if encoding.picture else ())]
+        parts = ["vae", *(context.models.picture_names if encoding.picture else ())]
         for number, item in enumerate(items):
             problem = next((names[number] for names in found if names[number]), None)
             path, dtypes = item.task.sample.path, (computed_dtype, encoding.store_dtype)

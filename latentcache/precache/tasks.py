@@ -152,8 +152,8 @@ class Batches:
 
     def __init__(self, shard: Shard):
         self._shard = shard
-        self._open: dict[tuple[Hashable, int], list[Any]] = defaultdict(list)
-        self._closed: list[tuple[tuple[Hashable, int], list[Any]]] = []
+        self._open: dict[tuple[Hashable, int], list[Task | None]] = defaultdict(list)
+        self._closed: list[tuple[tuple[Hashable, int], list[Task | None]]] = []
         """Full batches of this shard that contain a task."""
         self._num_closed = 0
 

@@ -73,7 +73,7 @@ def clip_file(durations: Sequence[int], suffix: str = ".gif", **options: Any) ->
 
 def preparation(num_frames: int, fps: float | None, start: str = "first", *, size: Size = WHOLE) -> Preparation:
     geometry = Geometry(WHOLE, size, Crop(0, 0), size, num_frames=num_frames)
-    return Preparation.of({**preparation_policy(IMAGES), "fps": fps, "start": start}, geometry)
+    return Preparation(**preparation_policy(IMAGES), fps=fps, start=start, geometry=geometry)
 
 
 def shown(data: bytes, num_frames: int, fps: float | None, start: str = "first") -> list[int]:
@@ -125,7 +125,7 @@ def test_a_video_is_turned_as_its_matrix_says() -> None:
     data = data[:at] + struct.pack(">9i", *turned) + data[at + 36 :]  # by 90 degrees, clockwise
     assert probe_clip(data, "a.mp4", IMAGES, FramesConfig()) == (Size(64, 48), 8)
     geometry = Geometry(Size(64, 48), Size(64, 48), Crop(0, 0), Size(64, 48), num_frames=1)
-    turn = Preparation.of({**preparation_policy(IMAGES), "fps": None, "start": "first"}, geometry)
+    turn = Preparation(**preparation_policy(IMAGES), fps=None, start="first", geometry=geometry)
     (pixels,) = decode_clip(data, "a.mp4", IMAGES, turn)
     assert pixels.shape == (64, 48, 3) and (pixels[4:10, -10:-4] > 230).all() and (pixels[4:10, 4:10] < 30).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import encode_images
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.preparation import TextKeys
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
 
 pytestmark = pytest.mark.extended
 
@@ -98,6 +101,24 @@ def test_the_key_is_of_the_text_as_the_tokenizer_gets_it(run: FamilyRun, monkeyp
         assert family.rendered(run.parts, text) in wholes
         keys = TextKeys(family, models.tokenizers, run.encodings.text, "")
         assert keys.source(text) == caption_digest(family.rendered(run.parts, text))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("z-image", "bfloat16"), ("flux", "float16")])
+def test_loaded_encoders_give_in_half_precision_what_a_folder_gives(name: str, dtype: str, tmp_path: Path) -> None:
+    """Rotary frequencies and T5's `wo` stay in float32. An encoder that was cast as a whole is another one."""
+    family, cast, texts = family_named(name), tiny_encoders(name), list[dict[str, Mapping[str, torch.Tensor]]]()
+    for encoder in family.names("text_encoder"):
+        cast[encoder].to(getattr(torch, dtype))
+    loaded = [loaded_models(family, parts) for parts in (tiny_encoders(name), cast)]
+    for models in (ModelLoader(tiny_folder(name), family=family), *loaded):
+        workspace = Workspace()
+        run_precache(family_config(tmp_path, text_dtype=dtype), models=models, workspace=workspace)
+        entries = [workspace.store.get(key) for key in workspace.store.keys()]
+        texts.append({each.record.key: each.tensors for each in entries if each.record.kind == "text"})
+    of_folder, of_loaded, of_cast = texts
+    assert len(of_folder) > len(TEXTS) and of_loaded.keys() == of_folder.keys() and of_cast.keys().isdisjoint(of_folder)
+    for key, tensors in of_folder.items():
+        assert all(torch.equal(of_loaded[key][field], tensor) for field, tensor in tensors.items())
 
 
 def test_recipes_of_two_families_differ() -> None:

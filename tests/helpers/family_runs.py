@@ -208,7 +208,7 @@ class FamilyRun:
         """The control images' part of the caption's key."""
         parts = self.cache.manifest("photos").common.get("parts", [])
         pairs = zip(parts, self.rows[text].parts, strict=True)
-        return tuple((ref.source, Preparation.of(part["policy"], ref.geometry)) for part, ref in pairs)
+        return tuple((ref.source, Preparation(**part["policy"], geometry=ref.geometry)) for part, ref in pairs)
 
     def tokenized(self, texts: Sequence[str], captions: Sequence[str] | None = None) -> Sequence[Any]:
         """The input of `encode_text` for these texts, or for `captions`, with the texts' control images."""

@@ -38,7 +38,9 @@ def test_what_counts_of_a_tokenizer(parts):
     seen = {before, identity(tokenizer)}
     (tokenizer := copy.deepcopy(parts["tokenizer"])).pad_token = "!"
     seen.add(identity(tokenizer))
-    assert len(seen) == 3
+    (tokenizer := copy.deepcopy(parts["tokenizer"])).split_special_tokens = True
+    seen.add(identity(tokenizer))
+    assert len(seen) == 4
     vocab = {**parts["tokenizer"].get_vocab(), "ab": 514}
     plain, merged = (identity(CLIPTokenizer(vocab=vocab, merges=merges)) for merges in ([], [("a", "b")]))
     assert plain.weights != merged.weights and plain.config == merged.config

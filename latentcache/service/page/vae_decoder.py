@@ -52,7 +52,7 @@ class VaeDecoder:
         if not isinstance(encoding, Mapping):
             return True
         vae, factors = encoding.get("vae"), (encoding.get("scaling_factor"), encoding.get("shift_factor"))
-        name = family.parts[self._models.vae_name].class_name.rpartition(".")[2]
+        name = family.parts["vae"].class_name.rpartition(".")[2]
         is_same_class = isinstance(vae, Mapping) and vae.get("class_name") == name
         return is_same_class and factors == (scaling.scaling_factor, scaling.shift_factor)
 
