@@ -78,7 +78,7 @@ class Scaling:
 def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """These numbers on the device, copied once. The copy is synchronous, so any stream may use them."""
     with torch.inference_mode(False):
-        return torch.tensor(values).to(dtype).to(device)
+        return torch.tensor(values, dtype=torch.float32).to(dtype).to(device)
 
 
 def patchified(latents: torch.Tensor) -> torch.Tensor:

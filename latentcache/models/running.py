@@ -223,12 +223,13 @@ def encoders_placed(encoders: Mapping[str, torch.nn.Module], device: torch.devic
 
     Yields a note about the placement of each encoder that does not fit as a whole. The smallest are placed first.
     Weights that stay on the CPU are copied for each batch, layer by layer (accelerate's `dispatch_model`), which is
-    bit-identical but slower. An already dispatched encoder is left alone. DeviceError if not even the first layer fits.
+    bit-identical but slower. An already dispatched encoder is not moved. DeviceError if not even the first layer fits.
     """
     notes: dict[str, str] = {}
     with ExitStack() as stack:
         for name, encoder in sorted(encoders.items(), key=lambda item: weight_bytes(item[1])):
             if hasattr(encoder, "hf_device_map"):
+                stack.enter_context(in_eval_mode(encoder))
                 continue
             free_bytes = _free_bytes(encoder, device)
             if free_bytes is None:

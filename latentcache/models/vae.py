@@ -179,7 +179,8 @@ def keep_output(moments: torch.Tensor, output: ImageOutput, seeds: Sequence[int]
     mean = latents_from_moments(moments)
     if output == "mean":
         return {"latents": mean}
-    noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    noise = [torch.randn(mean.shape[1:], generator=each, dtype=torch.float32) for each in generators]
     return {"latents": mean + posterior_std(moments) * torch.stack(noise).to(moments)}
 
 

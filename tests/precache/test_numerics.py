@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
+from helpers.family_runs import family_config
+from helpers.tiny_models import tiny_encoders
 
 from latentcache.config import Config
+from latentcache.families import family_named
+from latentcache.families.scaling import Scaling
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
@@ -56,6 +62,7 @@ PINNED = [False, True, False, False, False, False]
 @pytest.fixture(autouse=True)
 def defaults() -> Iterator[None]:
     yield
+    torch.set_default_dtype(torch.float32)
     for owner in (BACKENDS, BACKENDS.cudnn, *PRECISIONS):
         owner.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
@@ -116,3 +123,20 @@ def test_the_flags_come_back_when_runs_overlap(make_config: Callable[..., Config
     first.join()
     assert seen and seen == [PINNED] * len(seen)
     assert seen_by_caller() == before
+
+
+def test_a_default_dtype_and_the_dropout_of_a_dispatched_encoder_change_no_value(tmp_path: Path) -> None:
+    """T5 has dropout. accelerate has dispatched it, so it is not moved."""
+    family, dispatched, entries = family_named("chroma"), tiny_encoders("chroma"), []
+    dispatch_model(dispatched["text_encoder"], {"": "cpu"}, force_hooks=True).train()
+    for parts in (tiny_encoders("chroma"), dispatched):
+        models, workspace = LoadedModels(family=family, **parts), Workspace()
+        run_precache(family_config(tmp_path, image_output="sample"), models=models, workspace=workspace)
+        entries.append({key: workspace.store.get(key).tensors for key in workspace.store.keys()})
+        torch.set_default_dtype(torch.bfloat16)
+    expected, found = entries
+    assert found.keys() == expected.keys() and dispatched["text_encoder"].training
+    for key, tensors in expected.items():
+        assert all(torch.equal(found[key][name], tensor) for name, tensor in tensors.items())
+    scaled = Scaling(rule="divided", mean=(0.123456,), std=(1.765432,)).apply(torch.ones(1, 1, 1, 1).float())
+    assert scaled.item() == pytest.approx((1 - 0.123456) / 1.765432, rel=1e-6)
