@@ -138,7 +138,7 @@ def _of_training_checkpoint(family: Family, model: ModelConfig, name: str, dtype
 def _of_file(family: Family, model: ModelConfig, file: Path, dtype: torch.dtype) -> Any:
     """The denoiser from a whole model's file in the original layout, or from its own file in either layout."""
     part, state = family.denoiser, read_file(family.denoiser, file)
-    if is_lora(state):
+    if all(map(is_lora, state)):
         raise refused(part, f"{file} is a LoRA. Pass it as the LoRA, and its base model as the denoiser.")
     if scaled := next((key for key in state if key.endswith(_SCALES)), None):
         raise refused(

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -175,12 +175,8 @@ def add_adapters(denoiser: Any, settings: Mapping[str, Any]) -> None:
         denoiser.set_adapter(list(settings["active"]))
 
 
-def is_lora(names: Iterable[str]) -> bool:
-    """Whether these tensor names are a LoRA's only, with none of a whole model."""
-    return all(map(_looks_like_lora, names))
-
-
-def _looks_like_lora(name: str) -> bool:
+def is_lora(name: str) -> bool:
+    """Whether a tensor of this name belongs to a LoRA, and not to a whole model."""
     return "lora" in name or "lokr_" in name or "hada_" in name or name.endswith((".alpha", ".dora_scale"))
 
 
@@ -213,7 +209,7 @@ def _check_names(file: str, names: list[str], family: Family) -> None:
         )
     # diffusers drops dora_scale with a warning, which changes the result, and ignores LoHa and LoKr.
     kinds = ("dora_scale", "hada_", "lokr_")
-    others = [name for name in names if not _looks_like_lora(name) or any(kind in name for kind in kinds)]
+    others = [name for name in names if not is_lora(name) or any(kind in name for kind in kinds)]
     if others or not names:
         raise refused(
             "lora",

@@ -280,7 +280,14 @@ class LoadedModels(Models):
 
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        return self._identity_of(part, self._given(part), dtype)
+        found = self._given(part)
+        for name, child in found.named_modules() if isinstance(found, torch.nn.Module) else ():
+            # kohya's and LyCORIS' adapters are modules outside, with weights of their own.
+            owner = getattr(vars(child).get("forward"), "__self__", child)
+            if owner is not child:
+                met = f"{name or 'its module'} runs the forward of a {type(owner).__name__}, which is no part of it"
+                raise ModelError(f"{part}: {met}. Merge that, or remove it before caching.", part=part)
+        return self._identity_of(part, found, dtype)
 
     @override
     def vae_facts(self) -> VaeFacts:

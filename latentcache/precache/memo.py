@@ -56,8 +56,6 @@ class Memo(MutableMapping[str, str]):
 
     def __delitem__(self, name: str) -> None:
         with self._lock:
-            if name not in self:
-                raise KeyError(name)
             self._new.pop(name, None)
             self._write("DELETE FROM memo WHERE name = ?", [(name.encode(*_CODEC),)])
 

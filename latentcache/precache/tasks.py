@@ -134,12 +134,10 @@ class Shard:
         """
         environ = os.environ if environ is None else environ
         numbers = {"RANK": 0, "WORLD_SIZE": 1}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            text = environ.get(name)
-            if text is not None and not text.isdecimal():
-                raise ConfigError(f"{text!r} is not a number; start with torchrun, or unset it", source=name)
-            if text is not None:
-                numbers[name] = int(text)
+        for name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys():
+            if not environ[name].isdecimal():
+                raise ConfigError(f"{environ[name]!r} is not a number; start with torchrun, or unset it", source=name)
+            numbers[name] = int(environ[name])
         rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
         if rank >= world_size:
             raise ConfigError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}", source="RANK")

@@ -111,6 +111,22 @@ def test_adapters_are_refused_until_they_are_merged():
     assert LoadedModels(text_encoder=merged).identity("text_encoder", F32) != before
 
 
+def test_a_forward_of_another_module_is_refused():
+    """kohya's networks and LyCORIS replace forwards, and leave the encoder's own weights frozen."""
+    encoder = tiny_parts()["text_encoder"]
+    layer = next(module for name, module in encoder.named_modules() if name.endswith("q_proj"))
+
+    class Network(torch.nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 2 * plain(rows)
+
+    plain, layer.forward = layer.forward, Network().forward
+    with pytest.raises(ModelError, match=r"q_proj runs the forward of a Network.*Merge that, or remove it"):
+        LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
+    layer.forward = plain
+    assert LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
+
+
 def test_strides_ties_and_the_layout_of_a_release_do_not_count():
     encoder = tiny_parts()["text_encoder"]
     before = LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
