@@ -19,6 +19,7 @@ from latentcache.types import Padding
 _VISION_SETTINGS = (
     *("image_token_id", "vision_start_token_id", "vision_config.deepstack_visual_indexes", "vision_config.hidden_act"),
     *(f"vision_config.{name}" for name in ("num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size")),
+    "vision_config.rope_parameters.rope_theta",
 )
 _ENCODER = QwenImage21.parts["text_encoder"]
 

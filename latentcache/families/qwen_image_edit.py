@@ -27,7 +27,7 @@ _VISION_SETTINGS = (
     *("image_token_id", "vision_start_token_id"),
     *(f"vision_config.{name}" for name in ("fullatt_block_indexes", "hidden_act", "num_heads", "patch_size")),
     *(f"vision_config.{name}" for name in ("spatial_merge_size", "temporal_patch_size", "tokens_per_second")),
-    "vision_config.window_size",
+    *("vision_config.window_size", "vision_config.rope_parameters.rope_theta"),
 )
 IMAGE_SETTINGS = (
     *("size", "do_convert_rgb", "do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "patch_size"),

@@ -18,6 +18,8 @@ from latentcache.identity import PartIdentity, canonical_json, digest
 
 OPTIONAL_WEIGHTS = frozenset({"quant_conv."})
 """Weight name prefixes that some models of a class lack."""
+_IMPLIED = {"vision_config.rope_parameters.rope_theta": 10_000.0}
+"""What earlier releases of transformers imply where later ones state it: left out, so that keys stay."""
 _TILE_SETTING = re.compile(r"tile_.*|use_framewise_.*|num_(sample|latent)_frames.*")
 """Attributes that configure a VAE's tiling, whose names vary by class."""
 
@@ -45,9 +47,10 @@ def _named(part: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[s
             value = value.get(key) if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
             value = {key: each for key, each in value.items() if each is not None}
-        if value is not None:
+        if value is not None and value != _IMPLIED.get(name):
             found[name] = value
-    for inner in {name.rpartition(".")[0] for name in names} - {name.rpartition(".")[0] for name in found}:
+    nested = [{name.rpartition(".")[0] for name in some} for some in ({*names} - _IMPLIED.keys(), found)]
+    for inner in nested[0] - nested[1]:
         raise ModelError(
             f"{part}: its config has none of the settings of {inner or 'its encoder'!r} that its outputs depend on. "
             "Install a release of transformers that latentcache supports (see pyproject.toml).",
@@ -153,11 +156,10 @@ def weights_digest(
                 part=part,
             )
     rows: list[tuple[str, str, list[int], str]] = []
-    prefixes = tuple(weights)
     # transformers before 5.6 wraps CLIP models in one more module. Keys must not depend on the release.
     wrapper = {"CLIPTextModel": "text_model.", "CLIPVisionModel": "vision_model."}.get(type(module).__name__, "")
     for name, tensor in sorted((k.removeprefix(wrapper), v) for k, v in module.state_dict().items()):
-        if not name.startswith(prefixes):
+        if not name.startswith(tuple(weights)):
             continue
         if tensor.device.type == "meta":
             raise ModelError(

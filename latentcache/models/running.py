@@ -228,12 +228,10 @@ def encoders_placed(encoders: Mapping[str, torch.nn.Module], device: torch.devic
     notes: dict[str, str] = {}
     with ExitStack() as stack:
         for name, encoder in sorted(encoders.items(), key=lambda item: weight_bytes(item[1])):
-            if hasattr(encoder, "hf_device_map"):
-                stack.enter_context(in_eval_mode(encoder))
-                continue
-            free_bytes = _free_bytes(encoder, device)
+            is_dispatched = hasattr(encoder, "hf_device_map")
+            free_bytes = None if is_dispatched else _free_bytes(encoder, device)
             if free_bytes is None:
-                stack.enter_context(placed(encoder, device))
+                stack.enter_context(in_eval_mode(encoder) if is_dispatched else placed(encoder, device))
                 continue
             left = stack.enter_context(_dispatched(encoder, device, int(free_bytes * WEIGHTS_SHARE)))
             notes[name] = (

@@ -255,8 +255,9 @@ TEXT = {
     "text_config.sliding_window": 4096,
 }
 VISION: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"num_heads": 8, "window_size": 56, "fullatt_block_indexes": [7]},
-    "qwen3_vl": {"num_heads": 8, "hidden_act": "gelu", "deepstack_visual_indexes": [5], "spatial_merge_size": 4},
+    "qwen2_5_vl": {"num_heads": 8, "window_size": 56, "fullatt_block_indexes": [7], "rope_parameters.rope_theta": 5e5},
+    "qwen3_vl": {"num_heads": 8, "hidden_act": "gelu", "deepstack_visual_indexes": [5], "spatial_merge_size": 4}
+    | {"rope_parameters.rope_theta": 5e5},
 }
 """Settings of the part that reads images."""
 READS_IMAGES = ("qwen-image-edit", "qwen-image-21-edit")
