@@ -119,9 +119,9 @@ def dtype_of(requester: DeviceLike) -> torch.dtype | None:
     if isinstance(requester, torch.Tensor):
         return requester.dtype if _computes(requester) else None
     if isinstance(requester, torch.nn.Module):
-        classes = {type(module) for module in requester.modules()}
-        kept = {name for each in classes for name in getattr(each, "_keep_in_fp32_modules", None) or ()}
-        casting = filter(None, map(casting_dtype_of, requester.modules()))
+        modules = [*requester.modules()]
+        kept = {name for each in {*map(type, modules)} for name in getattr(each, "_keep_in_fp32_modules", None) or ()}
+        casting = filter(None, map(casting_dtype_of, modules))
         return next(chain(casting, _dtypes(requester, kept), _dtypes(requester, set())), None)
     return None
 
