@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from latentcache.checkpoints.parts import (
     Modules,
     PlainData,
+    check_outside_phases,
     differences,
     load_module_state,
     module_differences,
@@ -102,9 +103,10 @@ def save_checkpoint(  # noqa: PLR0913  # one keyword for each part of a run; mos
     Raises:
         CheckpointError: Something cannot be written, and each offender is listed: sharded tensors, objects that are
             not plain data, optimizer parameters that are not in `model`, an EMA whose weights are swapped into the
-            model. Or the disk is full. An earlier file is left unchanged.
+            model. Or a phase of the model is open, or the disk is full. An earlier file is left unchanged.
     """
     path = expanded(path)
+    check_outside_phases(path, model, "saved")
     try:
         counters = {"epoch": operator.index(epoch), "step": operator.index(step)}
     except TypeError as error:
@@ -185,9 +187,11 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: The file is damaged, lacks a requested part, or does not fit: names, shapes, dtypes, tied
-            weights, parameter groups or classes differ, and each difference is listed. Nothing has changed then.
+            weights, parameter groups or classes differ, and each difference is listed. Or a phase of the model is
+            open. Nothing has changed then.
     """
     path = expanded(path)
+    check_outside_phases(path, model, "loaded")
     content = read_checkpoint(path)
     saved = content["parts"]
     given = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "ema": ema}

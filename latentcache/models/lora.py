@@ -131,8 +131,8 @@ def save_lora(
 ) -> Path:
     """Write an adapter of the denoiser to LORA_FILE in a folder, like diffusers, but atomically.
 
-    `family` defaults to `family_of_denoiser`. The training `step` is stored for `latentcache validate`. Returns the
-    file's path. Raises StoreError if it cannot be written.
+    `family` defaults to `family_of_denoiser`. The training `step` is stored for `latentcache validate`. Within a phase
+    with averaged weights it writes the averages. Returns the file's path. Raises StoreError if it cannot be written.
     """
     from peft.utils import get_peft_model_state_dict
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from latentcache.checkpoints.parts import OPEN_PHASES
 from latentcache.devices.audit import audit
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
@@ -223,6 +224,7 @@ class Phases:
         opened = _OpenPhase(name, phase, self._model, weights, self.device, parts, switched)
         self._memory = memory
         self._open_phases.append(opened)
+        OPEN_PHASES.append(opened.listed)
         try:
             self._apply(phase, weights, opened.modules)
             for averages in opened.averages if phase.averaged else ():
@@ -240,6 +242,7 @@ class Phases:
             return  # it was refused
         failures = opened.restore()
         self._open_phases.remove(opened)
+        OPEN_PHASES.remove(opened.listed)
         if not self._open_phases:
             self._memory = CurrentStorage()  # releases the memory
         if failures:
@@ -302,6 +305,7 @@ class _OpenPhase:
     ):
         self.name, self.phase, self.weights = name, phase, weights
         self.modules = {part: module for part, module in model.modules.items() if part in parts}
+        self.listed = name, tuple(self.modules.values())
         # Parts that run without a backward, unless an outer phase has `switched` them.
         run = {*phase.on_device} - {*phase.training} - {*switched}
         self.block_swaps = {part: BlockSwap(module) for part, module in self.modules.items() if part in run}

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ from helpers.phase_disturbances import differences, state_of
 from helpers.phase_runs import SCENARIOS, assert_as_without, in_inference_mode, leave_no_trace, name_of, predict
 from helpers.phase_training import VARIANTS, Training
 
-from latentcache.errors import DeviceMismatchError, PhaseError
+from latentcache import load_checkpoint, save_checkpoint
+from latentcache.errors import CheckpointError, DeviceMismatchError, PhaseError
 from latentcache.phases import model_parts, phases
 from latentcache.phases.phases import Phase, Phases
 from latentcache.phases.state import ComputeModes, RandomStreams, Snapshot, TrainingModes
@@ -92,6 +94,23 @@ def test_averages_are_used_inside_an_open_autocast() -> None:
         with phases.enter("validate"):
             assert not net(inputs).any()
         assert torch.equal(net(inputs), trained)
+
+
+@pytest.mark.parametrize("variant", ["ema", "schedule-free"])
+def test_no_checkpoint_is_written_or_loaded_within_a_phase(variant: str, tmp_path: Path) -> None:
+    """The model holds averaged weights there, and the end of the phase would undo a part of a load."""
+    training = Training(CPU, variant).run()
+    path = save_checkpoint(tmp_path / "last.pt", model=training.unet, optimizer=training.optimizer)
+    before, written = state_of(training), path.read_bytes()
+    for parts in ({"model": training.unet}, {"model": {"net": torch.nn.Sequential(training.unet)}}):
+        with training.phases.enter("validate"), training.phases.lend("vae"):
+            with pytest.raises(CheckpointError, match="cannot be saved within the phase validate"):
+                save_checkpoint(path, **parts)
+            with pytest.raises(CheckpointError, match="cannot be loaded within the phase validate"):
+                load_checkpoint(path, **parts)
+            save_checkpoint(tmp_path / "other.pt", model=torch.nn.Linear(1, 1))  # no phase has this one
+    assert path.read_bytes() == written and differences(before, state_of(training)) == []
+    load_checkpoint(path, model=training.unet, optimizer=training.optimizer)
 
 
 # Prepared by accelerate
