@@ -7,12 +7,15 @@ The simulated device is global and stays until the process ends. So these tests 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts: see `deterministic`
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,3 +42,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
         install()
     return torch.device(request.param, 0)
+
+
+@pytest.fixture
+def deterministic(device: torch.device) -> Iterator[None]:
+    """For two runs that are compared bit by bit: some of CUDA's default kernels sum in another order each time."""
+    torch.use_deterministic_algorithms(device.type == "cuda")
+    yield
+    torch.use_deterministic_algorithms(False)

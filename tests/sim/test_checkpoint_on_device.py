@@ -29,6 +29,7 @@ def state_devices(run: Run) -> set[tuple[str, str]]:
     return {(state.name, state.value.device.type) for state in state_tensors(run.optimizer)}
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("saved", "saved_on", "built", "built_on"),
     [

@@ -46,6 +46,7 @@ def test_onetrainer_459_validation_fails_when_the_cache_is_cold(device: torch.de
     assert {"unet", "text_encoder"} == {finding.part for finding in report.errors if finding.kind == "mode"}
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_a_fill_in_the_middle_of_training_changes_nothing(
     make_config: Callable[..., Config], device: torch.device
 ) -> None:

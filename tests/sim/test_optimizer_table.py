@@ -113,6 +113,7 @@ def test_torch_judges_misplaced_state_and_a_repair_continues(name: str, setting:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("setting", ["fused", "foreach", "capturable"])
 def test_state_that_was_loaded_before_the_model_moved_fails_and_continues_after_a_repair(
     setting: str, device: torch.device, tmp_path: Path

@@ -25,6 +25,7 @@ from latentcache.phases.phases import Phase, Phases
 CPU = torch.device("cpu")
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("variant", "scenario"),
     [("plain", each_in_turn), ("amp", cold), ("schedule-free", cold), ("text-encoder", cold)],

@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 EXACT = {"encode.vae_dtype": "float32", "encode.text_dtype": "float32"}
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("variant", "encode_on"), [("lora", "auto"), ("ema", "cpu")])
 def test_training_goes_on_bit_by_bit_cold_and_warm(
     variant: str, encode_on: str, make_config: Callable[..., Config], photos: Path, device: torch.device
