@@ -75,7 +75,7 @@ def load_denoiser(
     another shape, for a denoiser of another family, and for a missing package.
     """
     model = ModelConfig() if model is None else model
-    name, family = model.path if path is None else str(path), family or family_of(model)[0]
+    name, family = model.path if path is None else os.path.expanduser(path), family or family_of(model)[0]
     check_package(family.denoiser, family.denoiser_class, family.denoiser_needs)
     denoiser = _load(family, model, name, dtype)
     if family.whole is not None:
@@ -259,7 +259,7 @@ def load_scheduler(
     """
     model = ModelConfig() if model is None else model
     marks: dict[str, Any] = {}
-    for name in dict.fromkeys((model.path if path is None else str(path), model.path)):
+    for name in dict.fromkeys((model.path if path is None else os.path.expanduser(path), model.path)):
         if is_training_checkpoint(name):
             continue
         if name == TINY and is_tiny(name, family or family_of(model)[0]):

@@ -102,12 +102,13 @@ def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], di
     return state, alphas[0] if alphas else None, metadata
 
 
-def saved_step(path: Path) -> int | None:
+def saved_step(path: str | Path) -> int | None:
     """The training step of a LoRA or a checkpoint, or None if unknown.
 
     It is read from a file of `save_checkpoint`, from the metadata of `save_lora` or kohya's scripts, or from the name:
     `checkpoint-500` (diffusers' scripts), `my-lora-step00000500` (kohya's).
     """
+    path = expanded(path)
     if is_training_checkpoint(path):
         return int(read_checkpoint(path)["step"])
     file = path / LORA_FILE if path.is_dir() else path

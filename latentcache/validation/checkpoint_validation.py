@@ -19,6 +19,7 @@ from latentcache.models.lora import load_lora, saved_step
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.precache.encodings import load_models
+from latentcache.utils.durable_files import expanded
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss_parts import check_controls
 from latentcache.validation.metrics import Estimate, LossReport, paired_difference, read_losses
@@ -115,7 +116,7 @@ def _step_of(path: str | None) -> int:
     """The step of a LoRA or a denoiser, 0 for the model's own. Raises ConfigError if it is unknown."""
     if path is None:
         return 0
-    step = saved_step(Path(path))
+    step = saved_step(path)
     if step is None:
         raise ConfigError("the step is neither in the file nor in its name: give --step", source=path)
     return step
@@ -123,7 +124,7 @@ def _step_of(path: str | None) -> int:
 
 def _losses_in(path: Path) -> LossReport:
     """Read the losses from a metrics.json, or a link to one. Raises MetricsError, or ConfigError if it has none."""
-    loss = read_losses(path.resolve())
+    loss = read_losses(expanded(path).resolve())
     if loss is None:
         raise ConfigError(
             "that validation measured no loss; name the metrics.json of one that did, in validation.path/<step>/",

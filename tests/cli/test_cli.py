@@ -394,8 +394,9 @@ def test_browse_opens_the_page_in_the_browser(tmp_path):
 # A checkpoint
 
 
-def test_two_checkpoints_are_compared_sample_by_sample(make_config, photos, run, run_ok, tmp_path):
-    """The model's own UNet, and another in a checkpoint."""
+def test_two_checkpoints_are_compared_sample_by_sample(make_config, photos, run, run_ok, tmp_path, monkeypatch):
+    """The model's own UNet, and another in a checkpoint. A tilde is the home folder, as in the config."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     run_precache(config := validation_config(make_config, photos))
     config_file = tmp_path / "config.json"
     config_file.write_text(config.model_dump_json())
@@ -405,13 +406,13 @@ def test_two_checkpoints_are_compared_sample_by_sample(make_config, photos, run,
     with torch.no_grad():
         other.conv_out.weight.mul_(0.5)
         other.conv_out.bias.mul_(0.5)
-    checkpoint = save_checkpoint(tmp_path / "run", model=other, step=30, rng=False)
+    save_checkpoint(tmp_path / "run", model=other, step=30, rng=False)
     first = run_ok("validate", config_file)
     assert first["num_samples"] == 5 and len(first["loss_by_timestep"]) == 2
     assert first["difference"] is None and [Path(image["path"]).is_file() for image in first["images"]] == [True]
     metrics = tmp_path / "validation/000000/metrics.json"
     assert json.loads(metrics.read_text())["loss"] == first["loss"]
-    second = run_ok("validate", config_file, "--unet", checkpoint, "--against", metrics)
+    second = run_ok("validate", config_file, "--unet=~/run", "--against=~/validation/000000/metrics.json")
     assert second["step"] == 30 and second["difference"]["num"] == 5
     assert second["difference"]["mean"] == pytest.approx(second["loss"] - first["loss"], rel=1e-6)
     assert (tmp_path / "validation/000030/loss.png").is_file()

@@ -33,7 +33,7 @@ from latentcache.errors import ModelError
 from latentcache.integrations.diffusers import load_unet
 from latentcache.models import files
 from latentcache.models.denoiser import load_scheduler
-from latentcache.models.lora import lora_settings
+from latentcache.models.lora import lora_settings, saved_step
 from latentcache.models.tiny import tiny_denoiser
 
 STEM = "diffusion_pytorch_model"
@@ -78,6 +78,17 @@ def test_folders_and_hub_ids(unet, whole, own_folder, hub):
         check_same(load_unet(path, dtype=F16, model=NOWHERE), frozen_unet(5, F16))
     for path in (str(whole), "someone/sdxl"):
         check_same(load_unet(dtype=F32, model=ModelConfig(path=path)), unet)
+
+
+def test_a_tilde_is_the_home_folder(unet, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(folder, tmp_path / "whole", ignore=shutil.ignore_patterns("unet"))
+    save_checkpoint("~/whole/last.pt", model=unet, step=7)
+    unet.save_pretrained(tmp_path / "whole/unet")
+    for path in ("~/whole", "~/whole/unet", f"~/whole/unet/{STEM}.safetensors", Path("~/whole/last.pt")):
+        check_same(load_unet(path, dtype=F32, model=TINY), unet)
+    assert load_scheduler("~/whole", model=NOWHERE).config == load_scheduler(folder, model=NOWHERE).config
+    assert saved_step("~/whole/last.pt") == 7
 
 
 def test_a_variant_is_read_where_it_is(unet, own_folder, folder, tmp_path):
