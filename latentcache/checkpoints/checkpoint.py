@@ -38,7 +38,7 @@ from latentcache.checkpoints.parts import (
 )
 from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
 from latentcache.devices.rng import rng_state, set_rng_state
-from latentcache.devices.tensor_location import is_swapped_in
+from latentcache.devices.tensor_location import stored_by
 from latentcache.errors import CheckpointError, StoreError
 from latentcache.provenance import now, software_versions
 from latentcache.utils.durable_files import expanded, make_folder, sealed_file, sweep_temporaries
@@ -292,8 +292,9 @@ def _ema_state(ema: Any) -> dict[str, Any]:
     if not hasattr(ema, "shadow_params"):
         detail = f"is a {type(ema).__name__}: give a module, or an EMA with shadow_params such as diffusers' EMAModel"
         raise CheckpointError("ema", detail)
-    if is_swapped_in(ema):
-        raise CheckpointError("ema", "the EMA weights are in the model now: call ema.restore(...) first")
+    if stored_by(ema) is not None:
+        detail = "the EMA weights are in the model now: call ema.restore(...) first"
+        raise CheckpointError("ema", f"{detail}; if it is torch_ema's, then also set ema.collected_params = None")
     state: dict[str, Any] = ema.state_dict()
     return state
 

@@ -228,9 +228,9 @@ def is_scaler(value: object) -> TypeGuard[torch.amp.GradScaler]:
     return isinstance(value, torch.amp.GradScaler)
 
 
-def is_swapped_in(ema: object) -> bool:
-    """Whether the model holds the EMA's weights now: meanwhile diffusers' EMAModel and torch_ema keep the model's."""
-    return any(getattr(ema, name, None) is not None for name in ("temp_stored_params", "collected_params"))
+def stored_by(ema: object) -> Any:
+    """The model's weights that an EMA keeps while the model holds the averages, else None. torch_ema keeps the last."""
+    return getattr(ema, "temp_stored_params", None) or getattr(ema, "collected_params", None)
 
 
 def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:

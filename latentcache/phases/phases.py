@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGr
 from latentcache.phases.state import BlockSwap, ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
+    Averages,
     CurrentStorage,
     EmaWeights,
     Gradients,
@@ -140,7 +141,9 @@ class Phases:
         schedule-free optimizer's. Block swap is switched to inference for parts that the phase runs without training
         them. Casts by code in the phase are undone at the next switch. Everything else stays as that code leaves it:
         adapters, hooks, attention processors, torch's global flags. The GradScaler and schedulers are not touched, nor
-        are tensors of parts that other software places. Ctrl-C waits while state is restored. Phases nest.
+        are tensors of parts that other software places. Inside, pending gradients are out of reach (`grad` is None),
+        and a trainer's own validation may swap the EMA or call a schedule-free optimizer's `eval`. Ctrl-C waits while
+        state is restored. Phases nest.
 
         Args:
             phase: The name of a phase, or one of your own.
@@ -220,14 +223,14 @@ class Phases:
         # Assigned only once the phase is open, or a later phase would restore the memory of a refused one.
         memory = self._memory if self._open_phases else CurrentStorage()
         weights = self._weights(memory, parts)
-        switched = {part for each in self._open_phases for part in each.block_swaps}
-        opened = _OpenPhase(name, phase, self._model, weights, self.device, parts, switched)
+        opened = _OpenPhase(name, phase, self._model, weights, self.device, parts, self._open_phases)
         self._memory = memory
         self._open_phases.append(opened)
         OPEN_PHASES.append(opened.listed)
         try:
+            opened.gradients.take_away()
             self._apply(phase, weights, opened.modules)
-            for averages in opened.averages if phase.averaged else ():
+            for averages in opened.averages if opened.swaps_averages else ():
                 averages.swap_in()
             for block_swap in opened.block_swaps.values():
                 block_swap.apply()
@@ -301,26 +304,27 @@ class _OpenPhase:
         weights: Weights,
         device: torch.device,
         parts: Collection[str],
-        switched: Collection[str],
+        outer: Sequence[_OpenPhase],
     ):
         self.name, self.phase, self.weights = name, phase, weights
         self.modules = {part: module for part, module in model.modules.items() if part in parts}
         self.listed = name, tuple(self.modules.values())
-        # Parts that run without a backward, unless an outer phase has `switched` them.
-        run = {*phase.on_device} - {*phase.training} - {*switched}
+        self.swaps_averages = phase.averaged and not any(each.phase.averaged for each in outer)
+        # Parts that run without a backward, unless an outer phase has switched them.
+        run = {*phase.on_device} - {*phase.training} - {part for each in outer for part in each.block_swaps}
+        self.block_swaps: dict[str, BlockSwap]
         self.block_swaps = {part: BlockSwap(module) for part, module in self.modules.items() if part in run}
         # Sharding and offloading replace tensors in a forward, so only the other parts' tensors can be recorded.
         settled = {
             part: module for part, module in self.modules.items() if part in weights.parts or managed_by(module) is None
         }
+        self.gradients = Gradients(settled)
         gathered = GatheredShards(self.modules)  # first, because gathered parameters are other objects
-        self.averages: list[EmaWeights | ScheduleFreeMode] = [
-            ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)
-        ]
+        self.averages: list[Averages] = [ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)]
         denoiser = next((name for name in DENOISERS if name in model.modules), None)
         if model.parts.get("ema") is not None and denoiser is not None:
             averaged = list(model.modules[denoiser].parameters())
-            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=phase.averaged))
+            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=self.swaps_averages))
         # In the order of restoring. Random streams are last, so that nothing draws after them.
         self._snapshots: tuple[Snapshot, ...] = (
             gathered,
@@ -328,7 +332,7 @@ class _OpenPhase:
             ReducedGradients(settled, model.reduced_parameters()),
             *self.block_swaps.values(),  # before averages, whose state is where training has the weights
             *reversed(self.averages),
-            Gradients(settled),  # after the weights, because a parameter takes only gradients of its own dtype
+            self.gradients,  # after the weights, because a parameter takes only gradients of its own dtype
             TrainingModes({part: module for part, module in model.wrapped.items() if part in parts}),
             EagerCalls(self.modules),
             ComputeModes(device),

@@ -13,9 +13,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from latentcache.devices.optimizer import unwrapped
-from latentcache.devices.tensor_location import is_swapped_in
+from latentcache.devices.tensor_location import stored_by
 from latentcache.errors import PhaseError, add_note
 from latentcache.phases.state import Modules, Snapshot, parameters
 
@@ -58,6 +59,8 @@ class CurrentStorage:
                 values = values.to(device) if memory is None else memory
                 self._kept[id(tensor)] = tensor, values
             tensor.data = values
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.device != device:
+                tensor.grad = tensor.grad.to(device)
 
 
 class Weights(Snapshot):
@@ -121,29 +124,53 @@ class Weights(Snapshot):
 
 
 class Gradients(Snapshot):
-    """The pending gradients. Phases do not touch them, but code inside may.
+    """The pending gradients of an accumulation. A phase takes them away, so that code in it cannot change them.
 
-    `Module.to` casts and moves gradients with their weights. If only the weights came back, the next step of an
-    accumulation would fail or use rounded gradients.
+    A backward would add to them, `zero_grad` would clear them, and `Module.to` would cast and move them.
     """
 
     def __init__(self, modules: Modules):
-        self._kept = [
-            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach())
-            for _, parameter in parameters(modules)
-            if parameter.requires_grad
-        ]
+        self._kept = [(parameter, parameter.grad) for _, parameter in parameters(modules) if parameter.requires_grad]
 
+    def take_away(self) -> None:
+        """Leave the parameters without gradients."""
+        for parameter, _ in self._kept:
+            parameter.grad = None
+
+    @override
     def restore(self) -> None:
-        """Give every trained parameter its gradient back, in the gradient's own memory."""
-        for parameter, gradient, values in self._kept:
-            if gradient is not None and values is not None and not _is_same_memory(gradient, values):
-                gradient.data = values
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
+        for parameter, gradient in self._kept:
+            # They differ if there was no room to bring the weight back; `CurrentStorage.put` will bring both.
+            if gradient is not None and gradient.device != parameter.device:
+                gradient = gradient.to(parameter.device)
+            parameter.grad = gradient
+        self._kept.clear()  # an error that names what has no room must not hold on to memory
 
 
-class EmaWeights(Snapshot):
+class Averages(Snapshot):
+    """Averaged weights that a phase swaps in, and copies of the trained ones, which it puts back bit by bit.
+
+    An EMA's own `store` would not do: a trainer's validation inside the phase may call it too, and an optimizer's
+    `train()` interpolates back, which rounds.
+    """
+
+    _trained: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    def swap_in(self) -> None:
+        """Put the averages into the model, unless they are in already."""
+        raise NotImplementedError
+
+    def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._trained = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+
+    @override
+    def restore(self) -> None:
+        with torch.no_grad():
+            for parameter, values in self._trained:
+                parameter.data.copy_(values)
+
+
+class EmaWeights(Averages):
     """The weights of an EMA with the methods of diffusers' EMAModel: `store`, `copy_to` and `restore`.
 
     Averages that code in the phase swapped in are swapped out at its end too. An EMA that does not fit raises
@@ -151,8 +178,8 @@ class EmaWeights(Snapshot):
     """
 
     def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
-        self._ema = ema
-        self._was_in = is_swapped_in(ema)
+        self._ema, self._stored = ema, stored_by(ema)
+        self._was_in = self._is_in()
         self._parameters: list[torch.nn.Parameter] = []
         reason = ema_mismatch(ema, parameters)
         if self._was_in:
@@ -163,52 +190,53 @@ class EmaWeights(Snapshot):
         elif needed:
             raise PhaseError(reason, phase="validate")
 
+    @override
     def swap_in(self) -> None:
-        """Swap the averages in, unless they are in already."""
         if not self._was_in:
-            self._ema.store(self._parameters)
+            self._keep(self._parameters)
             self._ema.copy_to(self._parameters)
 
+    @override
     def restore(self) -> None:
-        """Swap the averages out, whoever swapped them in."""
-        if self._parameters and is_swapped_in(self._ema):
-            self._ema.restore(self._parameters)
+        try:
+            stored = stored_by(self._ema)
+            if self._parameters and stored is not None and stored is not self._stored:
+                self._ema.restore(self._parameters)
+        finally:
+            super().restore()
 
+    @override
     def changes(self) -> Iterator[str]:
-        """Say if the averages are in when they were out, or the reverse."""
-        if is_swapped_in(self._ema) != self._was_in:
-            yield f"ema: its weights are {'in' if is_swapped_in(self._ema) else 'no longer in'} the model"
+        if self._is_in() != self._was_in:
+            yield f"ema: its weights are {'in' if self._is_in() else 'no longer in'} the model"
+
+    def _is_in(self) -> bool:
+        # Not `stored_by`, because torch_ema keeps what it stored for good.
+        return getattr(self._ema, "temp_stored_params", None) is not None
 
 
-class ScheduleFreeMode(Snapshot):
-    """The mode of a schedule-free optimizer. In eval mode the parameters hold the averaged weights.
-
-    Its `train()` interpolates back, which rounds, so the parameters are copied back too.
-    """
+class ScheduleFreeMode(Averages):
+    """The mode of a schedule-free optimizer. In eval mode the parameters hold the averaged weights."""
 
     def __init__(self, optimizer: Any):
         # Of any class: schedulefree's wrapper around other optimizers is not a torch.optim.Optimizer.
         self._optimizer = unwrapped(optimizer)
         self._was_training = is_training(self._optimizer)
-        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @override
     def swap_in(self) -> None:
-        """Put the optimizer into eval mode, unless it is in it already or has no modes."""
         if self._was_training:
-            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-            self._stored = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+            self._keep([parameter for group in self._optimizer.param_groups for parameter in group["params"]])
             self._optimizer.eval()
 
+    @override
     def restore(self) -> None:
-        """Restore the optimizer's mode and the trained values of its parameters."""
         if self._was_training and not is_training(self._optimizer):
             self._optimizer.train()
-        with torch.no_grad():
-            for parameter, values in self._stored:
-                parameter.data.copy_(values)
+        super().restore()
 
+    @override
     def changes(self) -> Iterator[str]:
-        """Name the mode if it differs."""
         if is_training(self._optimizer) != self._was_training:
             yield f"optimizer: is in {'eval' if self._was_training else 'train'} mode"
 

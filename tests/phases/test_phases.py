@@ -96,6 +96,68 @@ def test_averages_are_used_inside_an_open_autocast() -> None:
         assert torch.equal(net(inputs), trained)
 
 
+def test_gradients_of_an_accumulation_come_back_whatever_code_in_a_phase_computes() -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    phases = Phases({"unet": net, "optimizer": optimizer}, device="cpu")
+    net(torch.ones(1, 2)).sum().backward()
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in net.parameters()]
+    for _ in range(2):
+        with phases.enter("validate"), torch.enable_grad():
+            net(torch.ones(1, 2)).sum().backward()
+            with phases.enter("sample"):
+                optimizer.zero_grad(set_to_none=False)
+            net(torch.ones(1, 2)).sum().backward()
+        for parameter, (gradient, values) in zip(net.parameters(), before, strict=True):
+            assert parameter.grad is gradient and torch.equal(gradient, values)
+
+
+class TorchEma:
+    """With torch_ema's methods: what `store` kept stays after `restore`."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        self.shadow_params = [torch.full_like(parameter, 0.25) for parameter in parameters]
+        self.collected_params: list[torch.Tensor] | None = None
+
+    def store(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.collected_params = [parameter.clone() for parameter in parameters]
+
+    def copy_to(self, parameters: list[torch.nn.Parameter]) -> None:
+        for average, parameter in zip(self.shadow_params, parameters, strict=True):
+            parameter.data.copy_(average)
+
+    def restore(self, parameters: list[torch.nn.Parameter]) -> None:
+        for kept, parameter in zip(self.collected_params or [], parameters, strict=True):
+            parameter.data.copy_(kept)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+@pytest.mark.parametrize("kind", [EMAModel, TorchEma])
+def test_averages_that_code_in_a_phase_swaps_too_leave_the_trained_weights(kind: Any, used_before: bool) -> None:
+    """As trainers' own validation does, which a phase may call."""
+    net = torch.nn.Linear(2, 2)
+    parameters, ema = list(net.parameters()), kind(list(net.parameters()))
+    for average in ema.shadow_params:
+        average.fill_(0.25)
+    phases, trained = Phases({"unet": net, "ema": ema}, device="cpu"), net.weight.clone()
+
+    def swap(*names: str) -> None:
+        for name in names:
+            getattr(ema, name)(parameters)
+
+    if used_before:
+        swap("store", "copy_to", "restore")
+    for is_averaged in (True, False):
+        for inside in ([], ["store", "copy_to", "restore"], ["store", "copy_to"]):
+            with phases.enter(Phase(on_device=("unet",), averaged=is_averaged)):
+                assert (net.weight == 0.25).all() == is_averaged
+                swap(*inside)
+                with phases.enter("sample"):
+                    assert (net.weight == 0.25).all()
+                    swap(*inside if is_averaged else ())
+            assert torch.equal(net.weight, trained), (is_averaged, inside)
+
+
 @pytest.mark.parametrize("variant", ["ema", "schedule-free"])
 def test_no_checkpoint_is_written_or_loaded_within_a_phase(variant: str, tmp_path: Path) -> None:
     """The model holds averaged weights there, and the end of the phase would undo a part of a load."""

@@ -340,6 +340,9 @@ def test_a_phase_needs_no_more_room_at_its_end_than_at_its_beginning(run: Any) -
 def test_no_room_at_the_end_of_a_phase_leaves_parts_whole_and_place_repairs(run: Any, device: torch.device) -> None:
     values = [parameter.detach().cpu() for parameter in run.unet.parameters()]
     memory = run.vae.memory()
+    for parameter in run.unet.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    run.card.room += Net.SIZE
     no_room = pytest.raises(PhaseError, match=r"no room on the device.*call Phases\.place\(\)")
     with no_room as caught, run.phases.enter(DECODE):
         run.unet.eval()
@@ -351,6 +354,7 @@ def test_no_room_at_the_end_of_a_phase_leaves_parts_whole_and_place_repairs(run:
     run.phases.place()
     assert run.unet.places() == {device.type} and run.vae.memory() == memory
     assert all(torch.equal(p.cpu(), v) for p, v in zip(run.unet.parameters(), values, strict=True))
+    assert all(p.grad.device == device and (p.grad.cpu() == 1).all() for p in run.unet.parameters())
 
 
 def test_no_room_at_the_beginning_of_a_phase_changes_nothing(run: Any, device: torch.device) -> None:
