@@ -11,6 +11,7 @@ import torch
 
 from latentcache.checkpoints.parts import OPEN_PHASES
 from latentcache.devices.audit import audit
+from latentcache.devices.optimizer import named_params
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
 from latentcache.errors import PhaseError, add_note
@@ -266,10 +267,18 @@ class Phases:
         devices = {name: to for name, to in devices.items() if name in phase.on_device or name not in weights.pinned}
         training = {name: name in phase.training for name in devices} if self._open_phases or not phase.training else {}
         audited: dict[str, Any] = {name: self._model.modules[name] for name in devices}
-        trained = self._model.trained()
-        if trained and all(devices.get(name) == self.device for name in trained):
-            # What trains them has its place only while all trained parts are on the device.
-            audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
+        # What trains parts has its place only while all of them are on the device.
+        elsewhere = {
+            id(parameter)
+            for name, module in self._model.modules.items()
+            if devices.get(name) != self.device
+            for parameter in module.parameters()
+        }
+        for name, part in self.parts.items():
+            if is_scaler(part) or (
+                is_optimizer(part) and elsewhere.isdisjoint(id(p) for _, p, _ in named_params(part))
+            ):
+                audited[name] = part
         audit(audited, device=devices, training=training).raise_for_errors()
 
     def _weights(self, memory: CurrentStorage, names: Collection[str] | None = None) -> Weights:
@@ -342,6 +351,7 @@ class _OpenPhase:
     def restore(self) -> list[str]:
         """Restore every snapshot, even after one has failed. Returns what could not be restored."""
         failures = []
+        self.gradients.take_away()  # those that code in the phase computed, which may not fit the weights' dtypes
         for snapshot in self._snapshots:
             try:
                 snapshot.restore()

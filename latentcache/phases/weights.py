@@ -33,9 +33,9 @@ class CurrentStorage:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Record the tensor's memory, unless an outer phase has done so."""
-        self._kept.setdefault(id(tensor), (tensor, tensor.detach()))
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record the tensor's memory, unless an outer phase has done so, and return what is recorded."""
+        return self._kept.setdefault(id(tensor), (tensor, tensor.detach()))[1]
 
     def put_all(self, moves: Sequence[tuple[torch.Tensor, torch.device, torch.Tensor | None]]) -> None:
         """Put tensors on devices, all or none. Their old memory is held until the end, for the way back."""
@@ -60,7 +60,7 @@ class CurrentStorage:
                 self._kept[id(tensor)] = tensor, values
             tensor.data = values
             if tensor.is_leaf and tensor.grad is not None and tensor.grad.device != device:
-                tensor.grad = tensor.grad.to(device)
+                tensor.grad.data = tensor.grad.to(device)
 
 
 class Weights(Snapshot):
@@ -81,9 +81,10 @@ class Weights(Snapshot):
         self._tensors = {part: [] for part in parts}
         for part, module in parts.items():
             for _, tensor in named_weights(module):
-                memory.keep(tensor)
-                # Holding memory on the accelerator would defeat parking.
-                parked = tensor.detach() if tensor.device == park else None
+                # Not the tensor's present memory, which code in an outer phase may have cast. Holding memory on the
+                # accelerator would defeat parking.
+                values = memory.keep(tensor)
+                parked = values if tensor.device == values.device == park else None
                 self._tensors[part].append((tensor, tensor.device, parked))
         # `Module.to` keeps Parameter objects, but replaces buffers.
         self._buffers = [
@@ -130,7 +131,8 @@ class Gradients(Snapshot):
     """
 
     def __init__(self, modules: Modules):
-        self._kept = [(parameter, parameter.grad) for _, parameter in parameters(modules) if parameter.requires_grad]
+        # Also of frozen parameters, which code in the phase may unfreeze.
+        self._kept = [(parameter, parameter.grad) for _, parameter in parameters(modules)]
 
     def take_away(self) -> None:
         """Leave the parameters without gradients."""
@@ -150,8 +152,8 @@ class Gradients(Snapshot):
 class Averages(Snapshot):
     """Averaged weights that a phase swaps in, and copies of the trained ones, which it puts back bit by bit.
 
-    An EMA's own `store` would not do: a trainer's validation inside the phase may call it too, and an optimizer's
-    `train()` interpolates back, which rounds.
+    An EMA's own `store` would not do: a trainer's validation inside the phase may call it too. Nor would `train()` of
+    an optimizer: it interpolates back, which rounds.
     """
 
     _trained: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
@@ -222,17 +224,20 @@ class ScheduleFreeMode(Averages):
         # Of any class: schedulefree's wrapper around other optimizers is not a torch.optim.Optimizer.
         self._optimizer = unwrapped(optimizer)
         self._was_training = is_training(self._optimizer)
+        self._modes: list[dict[str, Any]] = []
 
     @override
     def swap_in(self) -> None:
         if self._was_training:
             self._keep([parameter for group in self._optimizer.param_groups for parameter in group["params"]])
+            self._modes = train_modes(self._optimizer)
             self._optimizer.eval()
 
     @override
     def restore(self) -> None:
-        if self._was_training and not is_training(self._optimizer):
-            self._optimizer.train()
+        # Not by `train()`, which needs state and parameters on one device: the parameters may be parked.
+        for holder in self._modes:
+            holder["train_mode"] = True
         super().restore()
 
     @override
@@ -262,9 +267,12 @@ def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | No
 
 def is_training(optimizer: Any) -> bool:
     """Whether a schedule-free optimizer is in train mode; False for optimizers without modes."""
-    # schedulefree's optimizers keep the mode in each group, its wrapper around other optimizers as an attribute.
-    modes = (getattr(optimizer, "train_mode", False), *(group.get("train_mode") for group in optimizer.param_groups))
-    return any(modes) and callable(getattr(optimizer, "train", None))
+    return bool(train_modes(optimizer)) and callable(getattr(optimizer, "train", None))
+
+
+def train_modes(optimizer: Any) -> list[dict[str, Any]]:
+    """The dicts with a true `train_mode`: the groups of schedulefree's optimizers, the attributes of its wrapper."""
+    return [holder for holder in (vars(optimizer), *optimizer.param_groups) if holder.get("train_mode")]
 
 
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -97,19 +97,21 @@ def test_averages_are_used_inside_an_open_autocast() -> None:
 
 
 def test_gradients_of_an_accumulation_come_back_whatever_code_in_a_phase_computes() -> None:
-    net = torch.nn.Linear(2, 2)
+    net, vae = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.SGD(net.parameters())
-    phases = Phases({"unet": net, "optimizer": optimizer}, device="cpu")
+    phases = Phases({"unet": net, "vae": vae, "optimizer": optimizer}, device="cpu")
     net(torch.ones(1, 2)).sum().backward()
     before = [(parameter.grad, parameter.grad.clone()) for parameter in net.parameters()]
     for _ in range(2):
         with phases.enter("validate"), torch.enable_grad():
+            vae.requires_grad_(True)(torch.ones(1, 2)).sum().backward()
             net(torch.ones(1, 2)).sum().backward()
             with phases.enter("sample"):
                 optimizer.zero_grad(set_to_none=False)
             net(torch.ones(1, 2)).sum().backward()
         for parameter, (gradient, values) in zip(net.parameters(), before, strict=True):
             assert parameter.grad is gradient and torch.equal(gradient, values)
+        assert vae.weight.grad is None
 
 
 class TorchEma:
@@ -450,6 +452,19 @@ def test_a_misplaced_tensor_is_refused_at_the_beginning(small: Phases) -> None:
         ):
             begin()
         assert state(small) == before
+
+
+def test_an_optimizer_of_two_parts_is_in_place_while_one_of_them_is_frozen() -> None:
+    """As trainers that train parts in turn do, and code in a phase."""
+    parts = {"unet": torch.nn.Linear(2, 2), "text_encoder": torch.nn.Linear(2, 2)}
+    parts["optimizer"] = torch.optim.SGD([p for name in tuple(parts) for p in parts[name].parameters()])  # type: ignore
+    for frozen in parts["unet"], parts["text_encoder"]:
+        phases = Phases(parts, device="cpu", immovable=["unet"])
+        frozen.requires_grad_(False)
+        phases.start("train")
+        with phases.enter("validate"), phases.lend("text_encoder"):
+            pass
+        frozen.requires_grad_(True)
 
 
 @pytest.mark.parametrize("snapshot", [TrainingModes, Weights])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import schedulefree
 import torch
 import torch.distributed as dist
 from accelerate import cpu_offload, cpu_offload_with_hook, init_empty_weights
@@ -58,6 +59,36 @@ def test_sequential_offload_is_refused_on_what_is_trained(device: torch.device) 
             pytest.fail("the phase began")
     with pytest.raises(PhaseError, match="replaces their Parameters"):
         phases.start("train")
+
+
+def test_a_parked_part_that_a_validation_casts_and_lends_has_its_bits_afterwards(device: torch.device) -> None:
+    """As trainers do with a VAE: `vae.to(dtype=weight_dtype)` before it decodes."""
+    parts = small_parts(device)
+    phases, vae = Phases(parts, device=device), parts["vae"]
+    phases.start("train")
+    before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in vae.parameters()]
+    with phases.enter("validate"):
+        torch.nn.Module.to(vae, torch.bfloat16)
+        with phases.lend("vae"):
+            assert vae.weight.device == device and torch.equal(vae.weight.cpu(), before[0][1])
+        assert torch.equal(vae.weight, before[0][1])
+    for parameter, (memory, values) in zip(vae.parameters(), before, strict=True):
+        assert parameter.data_ptr() == memory and torch.equal(parameter, values)
+
+
+def test_averages_are_measured_in_a_phase_within_one_that_parks_the_model(device: torch.device) -> None:
+    net, inputs = torch.nn.Linear(3, 3).to(device), torch.ones(1, 3, device=device)
+    optimizer = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(net.parameters(), lr=0.1), momentum=0.9)
+    optimizer.train()
+    phases = Phases({"unet": net, "optimizer": optimizer}, device=device)
+    for _ in range(2):
+        net(inputs).sum().backward()
+        optimizer.step()
+    trained = net.weight.detach().clone()
+    with phases.enter(Phase(on_device=())), phases.enter("validate"):
+        assert net.weight.device == device and not torch.equal(net.weight, trained)
+    assert torch.equal(net.weight, trained)
+    optimizer.step()  # raises in eval mode
 
 
 class Params4bit(torch.nn.Parameter):
