@@ -18,10 +18,10 @@ from latentcache.devices.tensor_location import (
     Mover,
     PartTensor,
     device_of_values,
-    hooks_by_path,
     is_optimizer,
     is_partitioned,
     is_scaler,
+    movers,
     part_tensors,
     skip_reason,
     with_index,
@@ -137,7 +137,7 @@ def audit(
     skipped: dict[tuple[str, str], list[str]] = {}
     for item in tensors:
         reason = skip_reason(item.tensor)
-        if item.mover is not None and device_of_values(item.tensor) == CPU:
+        if item.mover is not None and _waits(item, item.mover):
             reason = reason or f"moved by {item.mover.name}"
         if reason:
             skipped.setdefault((item.part, reason), []).append(item.name or "itself")
@@ -177,8 +177,6 @@ def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
     """The expected device of these tensors, for which none was declared."""
     votes: dict[bool, Counter[torch.device]] = {True: Counter(), False: Counter()}
     for item in tensors:
-        if item.hook is not None:
-            return item.hook.execution_device
         if item.mover is not None:
             if item.mover.device is not None:
                 return item.mover.device
@@ -194,11 +192,10 @@ def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
 def _misplaced(
     item: PartTensor, declared: torch.device | None, inferred: torch.device | None
 ) -> Iterator[AuditFinding]:
-    hook, found, expected = item.hook, device_of_values(item.tensor), declared or inferred
-    if hook is not None and declared != CPU:  # it may be parked under its hooks
-        expected = hook.execution_device
-    waits = hook is not None and hook.moves_weights and found in (CPU, META)
-    if expected is None or found == expected or waits:
+    found, expected = device_of_values(item.tensor), declared or inferred
+    if item.mover is not None and declared != CPU:  # it may be parked under its hooks
+        expected = item.mover.device or expected
+    if expected is None or found == expected:
         return
     is_number = found == CPU and item.tensor.ndim == 0
     if is_number and item.kind == "batch":
@@ -218,12 +215,18 @@ def _finding(item: PartTensor, kind: AuditKind, found: str, expected: str, level
     return AuditFinding(item.part, item.name, kind, tuple(item.tensor.shape), found, expected, level, reason)
 
 
+def _waits(item: PartTensor, mover: Mover) -> bool:
+    """Whether the tensor waits where its mover keeps it. Hooks that move inputs too may leave weights on meta."""
+    found = device_of_values(item.tensor)
+    return mover.moves_weights and (found == CPU or (found == META and mover.moves_inputs))
+
+
 def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | None) -> Iterator[AuditFinding]:
-    """A part under hooks runs on their device, whatever is declared. One finding for its outermost hook."""
-    path, hook = next(iter(hooks_by_path(module).items()), ("", None))
-    if hook is not None and declared not in (None, CPU, hook.execution_device):
-        found, reason = str(hook.execution_device), "its offload hook runs it there"
-        yield AuditFinding(part, path, "hook", None, found, str(declared), "error", reason)
+    """A part that is moved runs on its mover's device, whatever is declared. One finding for its outermost mover."""
+    path, mover = next(iter(movers(module).items()), ("", None))
+    if mover is not None and mover.device and declared not in (None, CPU, mover.device):
+        reason = f"{mover.name} runs it there"
+        yield AuditFinding(part, path, "hook", None, str(mover.device), str(declared), "error", reason)
 
 
 def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) -> Iterator[AuditFinding]:

@@ -46,7 +46,7 @@ def guard(module: torch.nn.Module, *, managed: Iterable[str] = ()) -> Iterator[t
     for path in managed:
         if path not in parts:
             raise DeviceError(f"managed: there is no submodule {path!r} in {type(module).__name__}")
-    moved = {*managed, *movers(module), *(path for path, part in parts.items() if offload_hook_of(part) is not None)}
+    moved = {*managed, *movers(module)}
     unchecked = tuple(f"{path}." if path else "" for path in managed)
     with ExitStack() as hooks:
         for path, part in parts.items():
@@ -73,7 +73,7 @@ def _check_inputs(
     hook = offload_hook_of(module)
     if hook is not None:
         # CpuOffload moves inputs only together with the weights: once the weights are there, nothing moves inputs.
-        if hook.moves_inputs or devices != {hook.execution_device}:
+        if hook.moves_inputs or devices != {hook.device}:
             return
     elif not devices or (len(devices) > 1 and any(module.children())):
         return

@@ -92,9 +92,9 @@ def device_of(requester: DeviceLike) -> torch.device:
     if not isinstance(requester, torch.nn.Module):
         return device_named(str(requester))
     hook = next(filter(None, map(offload_hook_of, requester.modules())), None)
-    if hook is not None:
+    if hook is not None and hook.device is not None:
         # The parameters are on the CPU or on meta at present: only the hook knows where the forward will run.
-        return hook.execution_device
+        return hook.device
     first: dict[torch.device, str] = {}
     for name, tensor in chain(requester.named_parameters(), requester.named_buffers()):
         first.setdefault(tensor.device, name)
@@ -186,7 +186,7 @@ def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.M
         home = device_of(module) if hook is None else next(module.parameters()).device
         try:
             try:
-                module.to(device if hook is None else hook.execution_device)
+                module.to(device if hook is None else hook.device)
             except torch.OutOfMemoryError as error:
                 raise out_of_memory_error(module, device) from error
             yield module

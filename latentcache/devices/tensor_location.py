@@ -5,17 +5,15 @@ Offload hooks, quantised weights and shards are recognised by their attributes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 
 from latentcache.errors import DeviceError
 from latentcache.utils.nested import named_leaves, named_tensors
-
-T = TypeVar("T")
 
 AuditKind: TypeAlias = Literal[
     "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
@@ -71,56 +69,35 @@ def skip_reason(tensor: torch.Tensor) -> str | None:
     return immovable_reason(tensor)
 
 
-# Offload hooks of accelerate and diffusers
+# Software that moves weights
 
 
-class OffloadHook(NamedTuple):
-    """An offload hook: the device it executes on, whether it moves the weights there and back, and the inputs too."""
+class Mover(NamedTuple):
+    """Software that moves a module's weights for each use: its class name, and the device if known.
 
-    execution_device: torch.device
-    moves_weights: bool
-    moves_inputs: bool
+    `moves_weights` and `moves_inputs` say what an offload hook of accelerate or diffusers moves.
+    """
+
+    name: str
+    device: torch.device | None
+    moves_weights: bool = True
+    moves_inputs: bool = False
 
 
-def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
-    """The offload hook on this module itself, or None."""
+def offload_hook_of(module: torch.nn.Module) -> Mover | None:
+    """The offload hook on this module itself, which has a device, or None."""
     for hook in _accelerate_hooks(module):
         device = getattr(hook, "execution_device", None)
         if device is not None:
             # AlignDevicesHook always moves inputs; its `offload` says whether it moves weights. CpuOffload has no such
             # field: it moves the weights, and the inputs only if the weights are not on the device yet.
             moves_weights = bool(getattr(hook, "offload", True))
-            return OffloadHook(with_index(torch.device(device)), moves_weights, hasattr(hook, "offload"))
+            return Mover(type(hook).__name__, with_index(torch.device(device)), moves_weights, hasattr(hook, "offload"))
     for hook in _diffusers_hooks(module):
         device = getattr(getattr(hook, "group", None), "onload_device", None)
         if device is not None:
-            return OffloadHook(with_index(torch.device(device)), True, True)
+            return Mover(type(hook).__name__, with_index(torch.device(device)), moves_inputs=True)
     return None
-
-
-def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
-    """The hook that governs each submodule, by dotted path: its own, else that of the nearest parent with one."""
-    own = {path: hook for path, part in module.named_modules() if (hook := offload_hook_of(part)) is not None}
-    return _inherited(module, own)
-
-
-def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
-    """Each submodule's value by dotted path: its own, else that of its nearest parent with one."""
-    found: dict[str, T] = {}
-    for path, _ in module.named_modules() if own else ():
-        above = path.rpartition(".")[0]
-        if path in own:
-            found[path] = own[path]
-        elif path and above in found:
-            found[path] = found[above]
-    return found
-
-
-class Mover(NamedTuple):
-    """Software that moves a module's weights for each use, without hooks: its class name, and the device if known."""
-
-    name: str
-    device: torch.device | None
 
 
 def mover_inside(module: torch.nn.Module) -> Mover | None:
@@ -137,16 +114,16 @@ def mover_inside(module: torch.nn.Module) -> Mover | None:
 
 
 def movers(module: torch.nn.Module) -> dict[str, Mover]:
-    """What moves the weights of submodules without hooks, by the submodules' dotted paths.
+    """What moves the weights of submodules, by the submodules' dotted paths, outermost first.
 
-    Besides `mover_inside` these are block swap of musubi-tuner and sd-scripts (`wait_for_block`) and of SimpleTuner
-    (`stream_in`), which move lists of blocks: each block just before its forward.
+    Besides offload hooks and `mover_inside` these are block swap of musubi-tuner and sd-scripts (`wait_for_block`) and
+    of SimpleTuner (`stream_in`), which move lists of blocks: each block just before its forward.
     """
     found: dict[str, Mover] = {}
     for path, part in module.named_modules():
-        inside = mover_inside(part)
-        if inside is not None:
-            found[path] = inside
+        own = offload_hook_of(part) or mover_inside(part)
+        if own is not None:
+            found[path] = own
         lists = {name: len(child) for name, child in part._modules.items() if isinstance(child, torch.nn.ModuleList)}
         for value in vars(part).values() if lists else ():
             if hasattr(value, "wait_for_block") and getattr(value, "blocks_to_swap", None):
@@ -203,13 +180,12 @@ def _diffusers_hooks(module: torch.nn.Module) -> Iterable[Any]:
 
 
 class PartTensor(NamedTuple):
-    """One tensor of a part, its dotted name in the part, and the offload hook or mover that governs it."""
+    """One tensor of a part, its dotted name in the part, and what moves it."""
 
     part: str
     name: str
     kind: AuditKind
     tensor: torch.Tensor
-    hook: OffloadHook | None = None
     mover: Mover | None = None
 
     @property
@@ -258,12 +234,14 @@ def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:
 
 def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
     """Every tensor of a module and its submodules. Tied tensors are yielded once, under their first name."""
-    hooks, moved = hooks_by_path(module), _inherited(module, movers(module))
+    own, moved = movers(module), dict[str, Mover | None]()
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        prefix, hook = (f"{path}." if path else ""), hooks.get(path)
+        # Its own mover, else that of its nearest parent with one.
+        mover = moved[path] = own.get(path) or (moved.get(path.rpartition(".")[0]) if path else None)
+        prefix = f"{path}." if path else ""
         found: list[tuple[AuditKind, dict[str, Any]]] = [("parameter", owner._parameters), ("buffer", owner._buffers)]
-        if hook is None:
+        if mover is None:
             found.append(("attribute", vars(owner)))
         for kind, values in found:
             for name, tensor in values.items():
@@ -272,6 +250,6 @@ def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
                 if kind == "attribute" and not tensor.ndim:
                     continue
                 seen.add(id(tensor))
-                yield PartTensor(part, prefix + name, kind, tensor, hook, moved.get(path))
+                yield PartTensor(part, prefix + name, kind, tensor, mover)
                 if kind == "parameter" and tensor.grad is not None:
-                    yield PartTensor(part, prefix + name, "gradient", tensor.grad, hook, moved.get(path))
+                    yield PartTensor(part, prefix + name, "gradient", tensor.grad, mover)

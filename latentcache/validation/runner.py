@@ -13,7 +13,7 @@ import torch
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
-from latentcache.devices.tensor_location import hooks_by_path
+from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
@@ -258,7 +258,7 @@ class ValidationRunner:
         """The device to run on for a denoiser with swapped blocks; None if all its weights are on one device."""
         denoiser = self._denoiser()
         spread = len({tensor.device for tensor in chain(denoiser.parameters(), denoiser.buffers())}) > 1
-        return self.phases.device if spread and not hooks_by_path(denoiser) else None
+        return self.phases.device if spread and not any(map(offload_hook_of, denoiser.modules())) else None
 
 
 def validation_sets(cache: LatentCache, config: Config) -> list[str]:
