@@ -7,7 +7,7 @@ prefixes that DistributedDataParallel and torch.compile add are removed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -23,8 +23,8 @@ from latentcache.utils.nested import named_tensors
 Modules: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
 """What is trained: one module, or several by name; a module's name is then the prefix of its tensors' names."""
 
-OPEN_PHASES: list[tuple[str, Collection[torch.nn.Module]]] = []
-"""The name and the modules of each open phase of this process. `latentcache.phases` keeps the list."""
+OPEN_PHASES: list[Any] = []
+"""The open phases of this process, with `name` and `modules`. `latentcache.phases` keeps the list."""
 
 _COMPILED = "_orig_mod."
 
@@ -59,12 +59,12 @@ def load_module_state(modules: Modules, state: Mapping[str, Any]) -> None:
 def check_outside_phases(path: Path, modules: Modules, action: str) -> None:
     """Raise CheckpointError if a phase of one of the modules is open: it holds another state than the training."""
     given = {id(parameter) for _, module in _by_prefix(modules) for parameter in module.parameters()}
-    for phase, parts in OPEN_PHASES:
-        if any(id(parameter) in given for part in parts for parameter in part.parameters()):
+    for phase in OPEN_PHASES:
+        if any(id(parameter) in given for part in phase.modules.values() for parameter in part.parameters()):
             raise CheckpointError(
                 path,
-                f"cannot be {action} within the phase {phase}, in which the model may hold averaged weights, and whose "
-                "end restores weights and random streams: do it after the phase",
+                f"cannot be {action} within the phase {phase.name}, in which the model may hold averaged weights, and "
+                "whose end restores weights and random streams: do it after the phase",
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,10 +113,7 @@ class Phases:
 
     def not_moved(self) -> dict[str, str]:
         """The parts that phases never move, each with the reason."""
-        managed = self._model.managed()
-        if self._open_phases:
-            return {**managed, **self._open_phases[0].weights.pinned}
-        return {**managed, **self._model.pinned(self._park, managed)}
+        return {**self._model.managed(), **self._weights(CurrentStorage()).pinned}
 
     # The switch
 
@@ -223,19 +220,16 @@ class Phases:
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
         # Assigned only once the phase is open, or a later phase would restore the memory of a refused one.
         memory = self._memory if self._open_phases else CurrentStorage()
-        weights = self._weights(memory, parts)
-        opened = _OpenPhase(name, phase, self._model, weights, self.device, parts, self._open_phases)
+        opened = _OpenPhase(self, name, phase, parts, memory)
         self._memory = memory
         self._open_phases.append(opened)
-        OPEN_PHASES.append(opened.listed)
+        OPEN_PHASES.append(opened)
         try:
-            opened.gradients.take_away()
-            self._apply(phase, weights, opened.modules)
-            for averages in opened.averages if opened.swaps_averages else ():
-                averages.swap_in()
-            for block_swap in opened.block_swaps.values():
-                block_swap.apply()
-            self._audit(phase, weights)
+            opened.gradients.apply()
+            self._apply(phase, opened.weights, opened.modules)
+            for snapshot in (*opened.averages, *opened.block_swaps.values()):
+                snapshot.apply()
+            self._audit(phase, opened.weights)
         except BaseException:
             self._close(opened)
             raise
@@ -246,7 +240,7 @@ class Phases:
             return  # it was refused
         failures = opened.restore()
         self._open_phases.remove(opened)
-        OPEN_PHASES.remove(opened.listed)
+        OPEN_PHASES.remove(opened)
         if not self._open_phases:
             self._memory = CurrentStorage()  # releases the memory
         if failures:
@@ -268,12 +262,8 @@ class Phases:
         training = {name: name in phase.training for name in devices} if self._open_phases or not phase.training else {}
         audited: dict[str, Any] = {name: self._model.modules[name] for name in devices}
         # What trains parts has its place only while all of them are on the device.
-        elsewhere = {
-            id(parameter)
-            for name, module in self._model.modules.items()
-            if devices.get(name) != self.device
-            for parameter in module.parameters()
-        }
+        others = [part for name, part in self._model.modules.items() if devices.get(name) != self.device]
+        elsewhere = {id(parameter) for part in others for parameter in part.parameters()}
         for name, part in self.parts.items():
             if is_scaler(part) or (
                 is_optimizer(part) and elsewhere.isdisjoint(id(p) for _, p, _ in named_params(part))
@@ -305,53 +295,49 @@ class Phases:
 class _OpenPhase:
     """A phase that is open: what it declares, and snapshots of all that it changes in these parts."""
 
-    def __init__(
-        self,
-        name: str,
-        phase: Phase,
-        model: ModelParts,
-        weights: Weights,
-        device: torch.device,
-        parts: Collection[str],
-        outer: Sequence[_OpenPhase],
-    ):
-        self.name, self.phase, self.weights = name, phase, weights
+    def __init__(self, phases: Phases, name: str, phase: Phase, parts: Collection[str], memory: CurrentStorage):
+        model, outer = phases._model, phases._open_phases
+        self.name, self.phase, self.weights = name, phase, phases._weights(memory, parts)
         self.modules = {part: module for part, module in model.modules.items() if part in parts}
-        self.listed = name, tuple(self.modules.values())
-        self.swaps_averages = phase.averaged and not any(each.phase.averaged for each in outer)
         # Parts that run without a backward, unless an outer phase has switched them.
         run = {*phase.on_device} - {*phase.training} - {part for each in outer for part in each.block_swaps}
         self.block_swaps: dict[str, BlockSwap]
         self.block_swaps = {part: BlockSwap(module) for part, module in self.modules.items() if part in run}
         # Sharding and offloading replace tensors in a forward, so only the other parts' tensors can be recorded.
         settled = {
-            part: module for part, module in self.modules.items() if part in weights.parts or managed_by(module) is None
+            part: module
+            for part, module in self.modules.items()
+            if part in self.weights.parts or managed_by(module) is None
         }
         self.gradients = Gradients(settled)
         gathered = GatheredShards(self.modules)  # first, because gathered parameters are other objects
-        self.averages: list[Averages] = [ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)]
+        # Averages stay in while an outer phase has them.
+        is_averaged = phase.averaged and not any(each.phase.averaged for each in outer)
+        self.averages: list[Averages] = [
+            ScheduleFreeMode(part, needed=is_averaged) for part in model.parts.values() if is_optimizer(part)
+        ]
         denoiser = next((name for name in DENOISERS if name in model.modules), None)
         if model.parts.get("ema") is not None and denoiser is not None:
             averaged = list(model.modules[denoiser].parameters())
-            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=self.swaps_averages))
+            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=is_averaged))
         # In the order of restoring. Random streams are last, so that nothing draws after them.
         self._snapshots: tuple[Snapshot, ...] = (
             gathered,
-            weights,
+            self.weights,
             ReducedGradients(settled, model.reduced_parameters()),
             *self.block_swaps.values(),  # before averages, whose state is where training has the weights
             *reversed(self.averages),
             self.gradients,  # after the weights, because a parameter takes only gradients of its own dtype
             TrainingModes({part: module for part, module in model.wrapped.items() if part in parts}),
             EagerCalls(self.modules),
-            ComputeModes(device),
+            ComputeModes(phases.device),
             RandomStreams(),
         )
 
     def restore(self) -> list[str]:
         """Restore every snapshot, even after one has failed. Returns what could not be restored."""
         failures = []
-        self.gradients.take_away()  # those that code in the phase computed, which may not fit the weights' dtypes
+        self.gradients.apply()  # removes those that code in the phase computed, which may not fit the weights' dtypes
         for snapshot in self._snapshots:
             try:
                 snapshot.restore()

@@ -31,6 +31,9 @@ def parameters(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
 class Snapshot:
     """A recorded state that can be restored."""
 
+    def apply(self) -> None:
+        """Make the phase's own change of this state, if there is one."""
+
     def restore(self) -> None:
         """Restore the recorded state."""
         raise NotImplementedError
@@ -72,8 +75,8 @@ class EagerCalls(Snapshot):
             if (inner := attributes["_modules"].get("_orig_mod")) is not None:
                 self._calls.append((attributes, "forward", attributes["forward"], inner.__call__))
 
+    @override
     def apply(self) -> None:
-        """Run them eagerly from now on."""
         for attributes, name, _, eager in self._calls:
             attributes[name] = eager
 
@@ -99,8 +102,8 @@ class BlockSwap(Snapshot):
         )
         self._has_switched = False
 
+    @override
     def apply(self) -> None:
-        """Allow forwards without a backward."""
         if self._can_switch:
             self._has_switched = True
             self._switches[0]()

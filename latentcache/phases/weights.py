@@ -134,8 +134,8 @@ class Gradients(Snapshot):
         # Also of frozen parameters, which code in the phase may unfreeze.
         self._kept = [(parameter, parameter.grad) for _, parameter in parameters(modules)]
 
-    def take_away(self) -> None:
-        """Leave the parameters without gradients."""
+    @override
+    def apply(self) -> None:
         for parameter, _ in self._kept:
             parameter.grad = None
 
@@ -158,10 +158,6 @@ class Averages(Snapshot):
 
     _trained: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
-    def swap_in(self) -> None:
-        """Put the averages into the model, unless they are in already."""
-        raise NotImplementedError
-
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
         self._trained = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
 
@@ -180,7 +176,7 @@ class EmaWeights(Averages):
     """
 
     def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
-        self._ema, self._stored = ema, stored_by(ema)
+        self._ema, self._stored, self._needed = ema, stored_by(ema), needed
         self._was_in = self._is_in()
         self._parameters: list[torch.nn.Parameter] = []
         reason = ema_mismatch(ema, parameters)
@@ -193,8 +189,8 @@ class EmaWeights(Averages):
             raise PhaseError(reason, phase="validate")
 
     @override
-    def swap_in(self) -> None:
-        if not self._was_in:
+    def apply(self) -> None:
+        if self._needed and not self._was_in:
             self._keep(self._parameters)
             self._ema.copy_to(self._parameters)
 
@@ -220,15 +216,15 @@ class EmaWeights(Averages):
 class ScheduleFreeMode(Averages):
     """The mode of a schedule-free optimizer. In eval mode the parameters hold the averaged weights."""
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: Any, *, needed: bool):
         # Of any class: schedulefree's wrapper around other optimizers is not a torch.optim.Optimizer.
-        self._optimizer = unwrapped(optimizer)
+        self._optimizer, self._needed = unwrapped(optimizer), needed
         self._was_training = is_training(self._optimizer)
         self._modes: list[dict[str, Any]] = []
 
     @override
-    def swap_in(self) -> None:
-        if self._was_training:
+    def apply(self) -> None:
+        if self._needed and self._was_training:
             self._keep([parameter for group in self._optimizer.param_groups for parameter in group["params"]])
             self._modes = train_modes(self._optimizer)
             self._optimizer.eval()

@@ -19,14 +19,14 @@ from PIL import Image
 from latentcache.config import ValidationConfig
 from latentcache.config_file import suggest
 from latentcache.devices.audit import audit
-from latentcache.devices.placement import DeviceLike, device_of
+from latentcache.devices.placement import DeviceLike, device_of, in_eval_mode
 from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.families import DEFAULT, family_named, family_of_denoiser
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.models.running import uncached_autocast
 from latentcache.models.vae import decode_fitting, vae_facts
-from latentcache.phases.state import RandomStreams, TrainingModes
+from latentcache.phases.state import RandomStreams
 from latentcache.validation.noise_schedule import is_flow
 
 MAX_FRAMES = 4
@@ -249,8 +249,7 @@ def denoise(
     latents = []
     with ExitStack() as stack:
         stack.callback(RandomStreams().restore)
-        stack.callback(TrainingModes({family.denoiser: denoiser}).restore)
-        denoiser.eval()
+        stack.enter_context(in_eval_mode(denoiser))
         stack.enter_context(uncached_autocast(device, None))
         for number, each in enumerate(embeddings):
             copied = scheduler_copy(scheduler, settings.scheduler, family)
