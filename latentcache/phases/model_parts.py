@@ -164,11 +164,7 @@ class ReducedGradients(Snapshot):
         ]
 
     @override
-    def restore(self) -> None:
-        """No-op: DDP has no way to install its hooks again."""
-
-    @override
-    def changes(self) -> Iterator[str]:
+    def restore(self) -> Iterator[str]:
         lost = [name for name, parameter, accumulator in self._kept if _accumulator(parameter) is not accumulator]
         if lost:
             yield (

@@ -324,11 +324,11 @@ class _OpenPhase:
         self._snapshots: tuple[Snapshot, ...] = (
             gathered,
             self.weights,
-            ReducedGradients(settled, model.reduced_parameters()),
             *self.block_swaps.values(),  # before averages, whose state is where training has the weights
             *reversed(self.averages),
             self.gradients,  # after the weights, because a parameter takes only gradients of its own dtype
             TrainingModes({part: module for part, module in model.wrapped.items() if part in parts}),
+            ReducedGradients(settled, model.reduced_parameters()),  # after `requires_grad`, which accumulators need
             EagerCalls(self.modules),
             ComputeModes(phases.device),
             RandomStreams(),
@@ -336,11 +336,11 @@ class _OpenPhase:
 
     def restore(self) -> list[str]:
         """Restore every snapshot, even after one has failed. Returns what could not be restored."""
-        failures = []
+        failures: list[str] = []
         self.gradients.apply()  # removes those that code in the phase computed, which may not fit the weights' dtypes
         for snapshot in self._snapshots:
             try:
-                snapshot.restore()
+                failures += snapshot.restore() or ()
             except Exception as error:
                 failures.append(f"{type(snapshot).__name__}: {type(error).__name__}: {error}")
-        return failures + [line for snapshot in self._snapshots for line in snapshot.changes()]
+        return failures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,13 +34,9 @@ class Snapshot:
     def apply(self) -> None:
         """Make the phase's own change of this state, if there is one."""
 
-    def restore(self) -> None:
-        """Restore the recorded state."""
+    def restore(self) -> Iterable[str] | None:
+        """Restore the recorded state, and describe what could not be restored, if anything."""
         raise NotImplementedError
-
-    def changes(self) -> Iterator[str]:
-        """Describe what still differs after `restore`. By default nothing, because setting it cannot fail."""
-        yield from ()
 
 
 class TrainingModes(Snapshot):

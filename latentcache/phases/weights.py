@@ -74,8 +74,6 @@ class Weights(Snapshot):
         pinned: Mapping[str, str],
     ):
         self._memory, self.pinned, self.parts = memory, pinned, tuple(parts)
-        self.failed: dict[str, Exception] = {}
-        """The parts that `restore` could not put back, with the error."""
         self._tensors: dict[str, list[tuple[torch.Tensor, torch.device, torch.Tensor | None]]]
         """By part: each tensor, its device, and its memory there if it is parked."""
         self._tensors = {part: [] for part in parts}
@@ -109,19 +107,18 @@ class Weights(Snapshot):
         for buffers, kept in self._buffers:
             buffers.update(kept)
 
-    def restore(self) -> None:
-        """Put every part back, first those to park, which make room. An error is recorded in `failed`."""
+    @override
+    def restore(self) -> list[str]:
+        """Put every part back, first those to park, which make room."""
         self.restore_buffers()
+        failures = []
         for part in sorted(self.parts, key=lambda part: any(parked is None for _, _, parked in self._tensors[part])):
             try:
                 self._memory.put_all(self._tensors[part])
             except Exception as error:
-                self.failed[part] = error
-
-    def changes(self) -> Iterator[str]:
-        """Name the parts that could not be put back."""
-        for part, error in self.failed.items():
-            yield f"{part}: {type(error).__name__}: {error}. All of it stays where it was in the phase. {REPAIR}"
+                where = f"All of it stays where it was in the phase. {REPAIR}"
+                failures.append(f"{part}: {type(error).__name__}: {error}. {where}")
+        return failures
 
 
 class Gradients(Snapshot):
@@ -161,8 +158,7 @@ class Averages(Snapshot):
     def _keep(self, parameters: Sequence[torch.Tensor]) -> None:
         self._trained = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
 
-    @override
-    def restore(self) -> None:
+    def _put_back(self) -> None:
         with torch.no_grad():
             for parameter, values in self._trained:
                 parameter.data.copy_(values)
@@ -195,18 +191,15 @@ class EmaWeights(Averages):
             self._ema.copy_to(self._parameters)
 
     @override
-    def restore(self) -> None:
+    def restore(self) -> list[str]:
         try:
             stored = stored_by(self._ema)
             if self._parameters and stored is not None and stored is not self._stored:
                 self._ema.restore(self._parameters)
         finally:
-            super().restore()
-
-    @override
-    def changes(self) -> Iterator[str]:
-        if self._is_in() != self._was_in:
-            yield f"ema: its weights are {'in' if self._is_in() else 'no longer in'} the model"
+            self._put_back()
+        is_in = self._is_in()
+        return [] if is_in == self._was_in else [f"ema: its weights are {'in' if is_in else 'no longer in'} the model"]
 
     def _is_in(self) -> bool:
         # Not `stored_by`, because torch_ema keeps what it stored for good.
@@ -230,16 +223,15 @@ class ScheduleFreeMode(Averages):
             self._optimizer.eval()
 
     @override
-    def restore(self) -> None:
+    def restore(self) -> list[str]:
         # Not by `train()`, which needs state and parameters on one device: the parameters may be parked.
         for holder in self._modes:
             holder["train_mode"] = True
-        super().restore()
-
-    @override
-    def changes(self) -> Iterator[str]:
-        if is_training(self._optimizer) != self._was_training:
-            yield f"optimizer: is in {'eval' if self._was_training else 'train'} mode"
+        self._put_back()
+        is_in_train = is_training(self._optimizer)
+        return (
+            [] if is_in_train == self._was_training else [f"optimizer: is in {'train' if is_in_train else 'eval'} mode"]
+        )
 
 
 def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:

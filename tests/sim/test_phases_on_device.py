@@ -289,6 +289,7 @@ def test_a_part_under_ddp_is_not_moved_and_a_cast_is_an_error(
         assert phases.not_moved() == {"unet": REASON} and phases.on_device() == {"unet"}
         with phases.lend("vae"):
             assert phases.on_device() == {"unet", "vae"}
+        net.requires_grad_(False)
     ddp(torch.ones(2, 3, device=device)).square().sum().backward()
     assert reduced == [0]
 
