@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from latentcache.checkpoints.parts import (
     Modules,
     PlainData,
-    check_outside_phases,
     differences,
     load_module_state,
     module_differences,
@@ -106,7 +105,6 @@ def save_checkpoint(  # noqa: PLR0913  # one keyword for each part of a run; mos
             model. Or a phase of the model is open, or the disk is full. An earlier file is left unchanged.
     """
     path = expanded(path)
-    check_outside_phases(path, model, "saved")
     try:
         counters = {"epoch": operator.index(epoch), "step": operator.index(step)}
     except TypeError as error:
@@ -191,7 +189,6 @@ def load_checkpoint(
             open. Nothing has changed then.
     """
     path = expanded(path)
-    check_outside_phases(path, model, "loaded")
     content = read_checkpoint(path)
     saved = content["parts"]
     given = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "ema": ema}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -39,7 +38,15 @@ def unwrapped_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def module_state(modules: Modules) -> dict[str, Any]:
-    """The state_dict of all modules, with names that do not depend on wrappers."""
+    """The state_dict of all modules, with names that do not depend on wrappers.
+
+    Raises CheckpointError within a phase, in which a module holds another state than the training's.
+    """
+    given = {id(parameter) for _, module in _by_prefix(modules) for parameter in module.parameters()}
+    for phase in OPEN_PHASES:
+        if any(id(parameter) in given for part in phase.modules.values() for parameter in part.parameters()):
+            detail = f"is in the phase {phase.name}, which may hold averaged weights and undo a load"
+            raise CheckpointError("model", f"{detail}: save or load it after the phase")
     return {
         prefix + key.replace(_COMPILED, ""): value
         for prefix, module in _by_prefix(modules)
@@ -54,18 +61,6 @@ def load_module_state(modules: Modules, state: Mapping[str, Any]) -> None:
         # Updated in place to keep the submodules' versions: without one a module would convert its values as outdated.
         live.update({key: state[prefix + key.replace(_COMPILED, "")] for key in live})
         module.load_state_dict(live)
-
-
-def check_outside_phases(path: Path, modules: Modules, action: str) -> None:
-    """Raise CheckpointError if a phase of one of the modules is open: it holds another state than the training."""
-    given = {id(parameter) for _, module in _by_prefix(modules) for parameter in module.parameters()}
-    for phase in OPEN_PHASES:
-        if any(id(parameter) in given for part in phase.modules.values() for parameter in part.parameters()):
-            raise CheckpointError(
-                path,
-                f"cannot be {action} within the phase {phase.name}, in which the model may hold averaged weights, and "
-                "whose end restores weights and random streams: do it after the phase",
-            )
 
 
 def partitions(modules: Modules) -> list[str]:

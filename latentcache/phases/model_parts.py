@@ -52,17 +52,12 @@ class ModelParts:
                 raise PhaseError(f"{other} and {name} are one module: give it one name", phase="none")
         self._ddp: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._find_wrappers()
-        unknown = self.immovable - self.modules.keys()
-        if unknown:
+        if unknown := self.immovable - self.modules.keys():
             raise PhaseError(f"immovable names {sorted(unknown)}; {self.known()}", phase="train")
 
     def known(self) -> str:
         """The names of the modules, for an error message."""
         return f"the modules are {', '.join(self.modules) or 'none'}"
-
-    def trained(self) -> list[str]:
-        """The modules that have a parameter to train."""
-        return [name for name, module in self.modules.items() if is_trained(module)]
 
     def managed(self) -> dict[str, str]:
         """The modules whose tensors other software places, each with the reason. Phases leave these tensors alone."""
@@ -113,11 +108,9 @@ class ModelParts:
 
     def check_names(self, phase: str, on_device: Collection[str], training: Collection[str]) -> None:
         """Raise PhaseError if a phase names unknown parts, or trains a part that it parks."""
-        unknown = {*on_device, *training} - self.modules.keys()
-        if unknown:
+        if unknown := {*on_device, *training} - self.modules.keys():
             raise PhaseError(f"names {', '.join(sorted(unknown))}; {self.known()}", phase=phase)
-        parked = {*training} - {*on_device}
-        if parked:
+        if parked := {*training} - {*on_device}:
             raise PhaseError(f"trains {', '.join(sorted(parked))}, which it parks: add it to on_device", phase=phase)
 
     def check_ready(self, phase: str, on_device: Collection[str], *, averaged: bool) -> None:

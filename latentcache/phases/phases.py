@@ -16,7 +16,7 @@ from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
 from latentcache.errors import PhaseError, add_note
 from latentcache.families import DENOISERS
-from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, managed_by
+from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, is_trained, managed_by
 from latentcache.phases.state import BlockSwap, ComputeModes, EagerCalls, RandomStreams, Snapshot, TrainingModes
 from latentcache.phases.weights import (
     REPAIR,
@@ -69,7 +69,7 @@ class Phases:
     ):
         self.device, self._park = with_index(device_of(device)), with_index(device_of(park))
         self._model = ModelParts(parts, immovable)
-        trained = tuple(self._model.trained())
+        trained = tuple(name for name, module in self._model.modules.items() if is_trained(module))
         needed = tuple(name for name in self._model.modules if name in DENOISERS or name in trained)
         self._phases = {
             "train": Phase(needed, trained),
@@ -140,8 +140,7 @@ class Phases:
         them. Casts by code in the phase are undone at the next switch. Everything else stays as that code leaves it:
         adapters, hooks, attention processors, torch's global flags. The GradScaler and schedulers are not touched, nor
         are tensors of parts that other software places. Inside, pending gradients are out of reach (`grad` is None),
-        and a trainer's own validation may swap the EMA or call a schedule-free optimizer's `eval`. Ctrl-C waits while
-        state is restored. Phases nest.
+        and a trainer's own validation may swap averages too. Ctrl-C waits while state is restored. Phases nest.
 
         Args:
             phase: The name of a phase, or one of your own.

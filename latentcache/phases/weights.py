@@ -66,13 +66,7 @@ class CurrentStorage:
 class Weights(Snapshot):
     """The places of all parameters and buffers of some parts when a phase began."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, torch.nn.Module],
-        memory: CurrentStorage,
-        park: torch.device,
-        pinned: Mapping[str, str],
-    ):
+    def __init__(self, parts: Modules, memory: CurrentStorage, park: torch.device, pinned: Mapping[str, str]):
         self._memory, self.pinned, self.parts = memory, pinned, tuple(parts)
         self._tensors: dict[str, list[tuple[torch.Tensor, torch.device, torch.Tensor | None]]]
         """By part: each tensor, its device, and its memory there if it is parked."""

@@ -71,7 +71,7 @@ def prompt_embeddings(
     If the cache lacks any pair (text, is negative), `encode` is called with these pairs and must cache them
     (`precache.prompts.cache_prompts`). Without `encode`, SampleError names the first missing prompt and the remedy.
     """
-    family = family_of_cache(cache)
+    family = next((manifest.family for manifest in cache.datasets()), family_named(DEFAULT))
     text = "" if negative_prompt is None and not family.has_zero_negative else negative_prompt
     if family.needed_picture:
         views = [*map(cache.restricted, datasets)]
@@ -172,11 +172,6 @@ def _with_pictures(
             negative = read()
         embeddings.append(PromptEmbeddings(prompt, negative_prompt, positive, positive | negative))
     return embeddings
-
-
-def family_of_cache(cache: LatentCache) -> Family:
-    """The family of the first cached dataset, or DEFAULT if there is none yet."""
-    return next((manifest.family for manifest in cache.datasets()), family_named(DEFAULT))
 
 
 def _read_prompts(
