@@ -15,6 +15,7 @@ from latentcache.devices.tensor_location import (
     device_of_values,
     mover_inside,
     movers,
+    named_weights,
     offload_hook_of,
     skip_reason,
 )
@@ -106,7 +107,7 @@ def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
     """The device of each parameter and buffer that inputs must match."""
     return {
         name: device_of_values(tensor)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        for name, tensor in named_weights(module)
         if device_of_values(tensor).type != "meta" and not _fits_any_device(tensor) and not skip_reason(tensor)
     }
 

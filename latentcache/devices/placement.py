@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from latentcache.devices.tensor_location import casting_dtype_of, offload_hook_of, with_index
+from latentcache.devices.tensor_location import casting_dtype_of, named_weights, offload_hook_of, with_index
 from latentcache.errors import DeviceError
 
 
@@ -96,7 +96,7 @@ def device_of(requester: DeviceLike) -> torch.device:
         # The parameters are on the CPU or on meta at present: only the hook knows where the forward will run.
         return hook.device
     first: dict[torch.device, str] = {}
-    for name, tensor in chain(requester.named_parameters(), requester.named_buffers()):
+    for name, tensor in named_weights(requester):
         first.setdefault(tensor.device, name)
     if not first:
         raise DeviceError(f"{type(requester).__name__} has no parameters and no buffers: name the device instead")
@@ -128,7 +128,7 @@ def dtype_of(requester: DeviceLike) -> torch.dtype | None:
 
 def _dtypes(module: torch.nn.Module, kept: Set[str]) -> Iterator[torch.dtype]:
     """The dtypes of the tensors that a module computes with, without those whose path has one of the names `kept`."""
-    named = chain(module.named_parameters(), module.named_buffers())
+    named = named_weights(module)
     return (tensor.dtype for name, tensor in named if _computes(tensor) and kept.isdisjoint(name.split(".")))
 
 

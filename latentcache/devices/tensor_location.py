@@ -6,6 +6,7 @@ Offload hooks, quantised weights and shards are recognised by their attributes, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
@@ -177,6 +178,11 @@ def _diffusers_hooks(module: torch.nn.Module) -> Iterable[Any]:
 
 
 # The tensors of a part
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a module with its dotted name, each object once."""
+    return chain(module.named_parameters(), module.named_buffers())
 
 
 class PartTensor(NamedTuple):

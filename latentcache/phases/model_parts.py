@@ -22,12 +22,13 @@ from latentcache.devices.tensor_location import (
     is_optimizer,
     is_partitioned,
     movers,
+    named_weights,
     offload_hook_of,
     replaces_parameters,
 )
 from latentcache.errors import PhaseError
 from latentcache.phases.state import Modules, Snapshot, parameters, submodules
-from latentcache.phases.weights import is_training, named_weights
+from latentcache.phases.weights import is_training
 
 SHARDING_CLASSES = {"FSDPModule": "FSDP", "FullyShardedDataParallel": "FSDP1"}
 """Base classes of sharded modules, by name because some builds of torch have no torch.distributed."""

@@ -13,7 +13,7 @@ from latentcache.checkpoints.parts import OPEN_PHASES
 from latentcache.devices.audit import audit
 from latentcache.devices.optimizer import named_params
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.devices.tensor_location import is_optimizer, is_scaler, with_index
+from latentcache.devices.tensor_location import is_optimizer, is_scaler, named_weights, with_index
 from latentcache.errors import PhaseError, add_note
 from latentcache.families import DENOISERS
 from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, is_trained, managed_by
@@ -26,7 +26,6 @@ from latentcache.phases.weights import (
     Gradients,
     ScheduleFreeMode,
     Weights,
-    named_weights,
 )
 from latentcache.utils.signals import uninterrupted
 

@@ -8,15 +8,14 @@ the trained weights are copied back bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from latentcache.devices.optimizer import unwrapped
-from latentcache.devices.tensor_location import stored_by
+from latentcache.devices.tensor_location import named_weights, stored_by
 from latentcache.errors import PhaseError, add_note
 from latentcache.phases.state import Modules, Snapshot, parameters
 
@@ -255,11 +254,6 @@ def is_training(optimizer: Any) -> bool:
 def train_modes(optimizer: Any) -> list[dict[str, Any]]:
     """The dicts with a true `train_mode`: the groups of schedulefree's optimizers, the attributes of its wrapper."""
     return [holder for holder in (vars(optimizer), *optimizer.param_groups) if holder.get("train_mode")]
-
-
-def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of a module with its dotted name, each object once."""
-    return chain(module.named_parameters(), module.named_buffers())
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
-from latentcache.devices.tensor_location import offload_hook_of
+from latentcache.devices.tensor_location import named_weights, offload_hook_of
 from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
@@ -257,7 +256,7 @@ class ValidationRunner:
     def _device(self) -> torch.device | None:
         """The device to run on for a denoiser with swapped blocks; None if all its weights are on one device."""
         denoiser = self._denoiser()
-        spread = len({tensor.device for tensor in chain(denoiser.parameters(), denoiser.buffers())}) > 1
+        spread = len({tensor.device for _, tensor in named_weights(denoiser)}) > 1
         return self.phases.device if spread and not any(map(offload_hook_of, denoiser.modules())) else None
 
 

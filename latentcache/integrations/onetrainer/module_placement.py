@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from latentcache.devices.tensor_location import named_weights
 from latentcache.errors import PipelineError
 from latentcache.phases.state import TrainingModes
-from latentcache.phases.weights import named_weights
 
 
 class PlacementGuard:
