@@ -25,7 +25,7 @@ from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
 from latentcache.models.files import is_checkpoint, loading, refused
 from latentcache.models.single_file import read_file
-from latentcache.utils.durable_files import expanded, write_sealed
+from latentcache.utils.durable_files import expanded, make_folder, typed_errors, write_sealed
 
 SETTINGS_KEY = "lora"
 """Key of `lora_settings` in a checkpoint's `extra`."""
@@ -132,8 +132,9 @@ def save_lora(
 ) -> Path:
     """Write an adapter of the denoiser to LORA_FILE in a folder, like diffusers, but atomically.
 
-    `family` defaults to `family_of_denoiser`. The training `step` is stored for `latentcache validate`. Within a phase
-    with averaged weights it writes the averages. Returns the file's path. Raises StoreError if it cannot be written.
+    A missing folder is made. `family` defaults to `family_of_denoiser`. The training `step` is stored for `latentcache
+    validate`. Within a phase with averaged weights it writes the averages. Returns the file's path. Raises StoreError
+    if it cannot be written.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -145,6 +146,8 @@ def save_lora(
     layers, settings = ({f"{family.denoiser}.{name}": each[name] for name in each} for each in (layers, settings))
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(settings, indent=2, sort_keys=True, default=list)}
     path = expanded(folder) / LORA_FILE
+    with typed_errors(path, 0):
+        make_folder(path.parent)
     write_sealed(path, save(layers, metadata | ({} if step is None else {STEP_KEY: str(step)})))
     return path
 

@@ -299,8 +299,7 @@ class _OpenPhase:
         self.modules = {part: module for part, module in model.modules.items() if part in parts}
         # Parts that run without a backward, unless an outer phase has switched them.
         run = {*phase.on_device} - {*phase.training} - {part for each in outer for part in each.block_swaps}
-        self.block_swaps: dict[str, BlockSwap]
-        self.block_swaps = {part: BlockSwap(module) for part, module in self.modules.items() if part in run}
+        self.block_swaps: dict[str, BlockSwap] = {part: BlockSwap(m) for part, m in self.modules.items() if part in run}
         # Sharding and offloading replace tensors in a forward, so only the other parts' tensors can be recorded.
         settled = {
             part: module
@@ -314,10 +313,9 @@ class _OpenPhase:
         self.averages: list[Averages] = [
             ScheduleFreeMode(part, needed=is_averaged) for part in model.parts.values() if is_optimizer(part)
         ]
-        denoiser = next((name for name in DENOISERS if name in model.modules), None)
+        denoiser = next((model.modules[name] for name in DENOISERS if name in model.modules), None)
         if model.parts.get("ema") is not None and denoiser is not None:
-            averaged = list(model.modules[denoiser].parameters())
-            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=is_averaged))
+            self.averages.append(EmaWeights(model.parts["ema"], [*denoiser.parameters()], needed=is_averaged))
         # In the order of restoring. Random streams are last, so that nothing draws after them.
         self._snapshots: tuple[Snapshot, ...] = (
             gathered,

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
-from diffusers.training_utils import _collate_lora_metadata
+from diffusers.training_utils import EMAModel, _collate_lora_metadata
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from single_file import F16, F32, TINY, adapted_unet, frozen_unet, original_unet_name, output
 
+from latentcache import Phases
 from latentcache.checkpoints.checkpoint import save_checkpoint
-from latentcache.errors import ModelError
+from latentcache.errors import ModelError, StoreError
 from latentcache.integrations.diffusers import load_unet
 from latentcache.models import lora
-from latentcache.models.lora import LORA_FILE, load_lora
+from latentcache.models.lora import LORA_FILE, load_lora, save_lora, saved_step
 
 TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
 ALPHAS = {"to_q": 12, "conv1": 2, "to_out.0": 7}
@@ -103,6 +104,24 @@ def test_the_scale_and_the_dtype(file):
     assert {parameter.dtype for parameter in float16.parameters()} == {F16}
     expected = torch.nn.Module.to(adapted_unet(target_modules=TARGETS), F16).requires_grad_(False)
     assert torch.equal(output(float16), output(expected))
+
+
+def test_a_saved_lora_is_what_the_unet_holds_and_its_folder_is_made(tmp_path):
+    """Within a phase the averages, outside of it the trained weights."""
+    unet = adapted_unet(target_modules=["to_q"])
+    trained = [parameter for parameter in unet.parameters() if parameter.requires_grad]
+    ema = EMAModel(trained)
+    for average in ema.shadow_params:
+        average.fill_(0.25)
+    with Phases({"unet": unet, "ema": ema}, device="cpu").enter("validate"):
+        averages = load_file(save_lora(unet, tmp_path / "a" / "averages", step=3))
+    assert averages and all((tensor == 0.25).all() for tensor in averages.values())
+    found = load_file(save_lora(unet, tmp_path / "trained"))
+    assert found.keys() == averages.keys() and not any((tensor == 0.25).all() for tensor in found.values())
+    assert saved_step(tmp_path / "a" / "averages") == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be written"):
+        save_lora(unet, tmp_path / "file" / "folder")
 
 
 def test_next_to_the_adapter_of_a_checkpoint(adapted, file, tmp_path):
