@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 import latentcache
 from latentcache.errors import PackError
@@ -21,12 +22,12 @@ _CLIP_TOKENS = 77
 """CLIP's token limit. The recipes of all other encoders have a `max_length`."""
 
 _Identity = msgspec.defstruct("_Identity", [("encoding", msgspec.Raw, msgspec.Raw(b"{}"))])
-_Counts = msgspec.defstruct("_Counts", [("num_tokens", Any, None), ("token_limit", Any, None)])
+_NULL = msgspec.Raw(b"null")
+_Counts = msgspec.defstruct("_Counts", [("num_tokens", msgspec.Raw, _NULL), ("token_limit", msgspec.Raw, _NULL)])
 _Record = msgspec.defstruct("_Record", [("identity", _Identity), ("provenance", _Counts)])
 _RECORDS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Record)
 """Parses only the needed part of a caption's record: that is faster, and file names there need not be UTF-8."""
 _ROWS = msgspec.json.Decoder(list[int])
-_parsed = lru_cache(64)(msgspec.json.decode)
 
 
 def num_cut_tokens(encoding: Any, provenance: Mapping[str, Any]) -> int:
@@ -46,6 +47,13 @@ def num_cut_tokens(encoding: Any, provenance: Mapping[str, Any]) -> int:
         return 0
     family = recipe.get("family", DEFAULT)
     return int(max(0, num_tokens - family_named(family).token_limit({}, numbers))) if family in FAMILIES else 0
+
+
+@lru_cache(1024)
+def _is_cut(encoding: bytes, num_tokens: bytes, token_limit: bytes) -> bool:
+    """Whether the numbers in a record, as JSON, say that its caption was truncated. Few records have others."""
+    decode = msgspec.json.decode
+    return num_cut_tokens(decode(encoding), {"num_tokens": decode(num_tokens), "token_limit": decode(token_limit)}) > 0
 
 
 class CutCaptions:
@@ -78,11 +86,11 @@ class CutCaptions:
         except (FileNotFoundError, PackError):  # compacted or damaged since: the service's health page tells which
             return []
         cut = list[int]()
-        for row in range(len(whole.row.keys)):
-            if whole.row.pack.group_of(row).kind == "text":
-                record = _RECORDS.decode(whole.json(row))
-                counts = msgspec.structs.asdict(record.provenance)
-                if num_cut_tokens(_parsed(bytes(record.identity.encoding)), counts):
-                    cut.append(row)
+        for group in whole.row.pack.groups:
+            if group.kind == "text":
+                for row in range(group.first, group.first + group.num):
+                    record = _RECORDS.decode(whole.json(row))
+                    if _is_cut(bytes(record.identity.encoding), *map(bytes, astuple(record.provenance))):
+                        cut.append(row)
         self._memo[name] = json.dumps(cut)
         return cut

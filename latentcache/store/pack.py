@@ -25,6 +25,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
@@ -191,7 +192,7 @@ def _index_digest(groups: str, keys: np.ndarray, digests: np.ndarray) -> str:
 
 
 def _records_digest(offsets: np.ndarray, records: bytes) -> str:
-    return digest(b"".join((offsets.tobytes(), records)))
+    return blake3(offsets.tobytes()).update(records).hexdigest()
 
 
 # Reading
