@@ -14,8 +14,8 @@ import torch
 from helpers.far_caches import Far
 from helpers.pack_damage import damage
 from helpers.relay import Relay
-from helpers.remote_samples import entries_of, fill, key_of_image
-from helpers.serving import TOKEN, RunningServer
+from helpers.remote_samples import assert_same, entries_by_key, entries_of, fill, key_of_image
+from helpers.serving import TOKEN, RunningServer, served_store
 
 from latentcache import BucketBatchSampler, Config, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import TOKEN_VARIABLE, CacheConfig
@@ -27,6 +27,7 @@ from latentcache.models.tiny import tiny_parts
 from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Shard
+from latentcache.store.upkeep import compact
 
 BATCH = 4
 MakeConfig = Callable[..., Config]
@@ -138,6 +139,27 @@ def test_verify_marks_damage_there_and_none_on_the_way(service: Far, run_json: R
         code, report = verified(token)
         assert code == 1 and report["damaged"].keys() == {key_of_image(2)}
         assert run_json("status", service.url)[1]["num_lost"] == num_lost, "a miss: precache makes it again"
+
+
+@pytest.mark.parametrize("answered", [1, 2])
+def test_packs_that_are_compacted_after_they_were_listed(service: Far, tmp_path: Path, answered: int) -> None:
+    assert service.folder is not None
+    fill(service.folder, range(16), per_pack=2)
+    lists: list[int] = []
+
+    def compact_first(path: str, status: int, data: bytes) -> bytes:
+        lists.extend([len(data)] if path.endswith("/packs") else [])
+        if path.endswith("/packs") and len(lists) <= answered:
+            assert service.folder is not None
+            fill(service.folder, range(16 + len(lists), 17 + len(lists)), name=None)  # a small pack, to join
+            compact(service.folder)
+        return data
+
+    service.relay.change = compact_first
+    with served_store(service.url, local=tmp_path / "tier") as store:
+        for key, entry in entries_by_key(range(16)).items():
+            assert_same(store.get(key), entry)
+    assert len(lists) > answered
 
 
 def test_precache_fills_a_cache_elsewhere(far: Far, make_config: MakeConfig, tmp_path: Path, run: Run) -> None:
