@@ -86,6 +86,18 @@ def test_existing_files_are_kept_without_overwrite(tmp_path: Path) -> None:
     assert files[0].read_bytes() != b"mine"
 
 
+def test_two_samples_never_share_a_file(tmp_path: Path) -> None:
+    """Names may differ only by case, on a file system that ignores it. Here two folders are one."""
+    cache = cache_for(kohya, "a/x.png", "b/x.png")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for _ in range(2):
+        report = kohya.export(cache, "foreign", tmp_path, overwrite=True)
+        skipped = {(each.sample_id, each.detail) for each in report.skipped}
+        assert skipped == {("b/x.png", "another sample has this file")}
+        assert (report.num_images, report.num_texts) == (1, 1)
+
+
 def test_a_full_disk_ends_the_export_and_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a shard is open while samples are read."""
     cache = cache_for(webdataset, "a.png", "b.png")
