@@ -91,21 +91,23 @@ def import_cache(
     run = _Import(foreign, workspace, report, scale_check=scale_check)
     progress = progress or Progress()
     with workspace.in_use():
+        workspace.manifests.begin(name)  # `in_use` does not lock a service's directory
         try:
             rows = run.read(progress)
             if verification is not None:
                 verification.verify(rows, progress)
+            if rows:
+                manifest = Manifest(name, "train", 1, _common_of(foreign, rows, run.length), RowTable.of(rows))
+                if dataset is not None:
+                    role, repeats, weight = dataset.role, dataset.repeats, dataset.loss_weight
+                    manifest = replace(manifest, role=role, repeats=repeats, loss_weight=weight)
+                workspace.manifests.write(manifest)
+            elif not report.refused:
+                detail = f"the folder has no files of a {foreign.format} cache. Check the folder and the format"
+                raise StoreError(f"nothing was imported: {detail}")
         finally:
             progress.finish()
-        if rows:
-            manifest = Manifest(name, "train", 1, _common_of(foreign, rows, run.length), RowTable.of(rows))
-            if dataset is not None:
-                role, repeats, weight = dataset.role, dataset.repeats, dataset.loss_weight
-                manifest = replace(manifest, role=role, repeats=repeats, loss_weight=weight)
-            workspace.manifests.write(manifest)
-        elif not report.refused:
-            detail = f"the folder has no files of a {foreign.format} cache. Check the folder and the format"
-            raise StoreError(f"nothing was imported: {detail}")
+            workspace.manifests.end(name)
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = round(time.monotonic() - started, 3)
     return report

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.far_caches import Far
+from helpers.foreign_samples import Foreign, image, pairs
 from helpers.pack_damage import damage
 from helpers.relay import Relay
 from helpers.remote_samples import assert_same, entries_by_key, entries_of, fill, key_of_image
-from helpers.serving import TOKEN, RunningServer, served_store
+from helpers.serving import TOKEN, RunningServer, served_store, serving_here
 
 from latentcache import BucketBatchSampler, Config, LatentCache, LatentDataset, LatentLoader
 from latentcache.config import TOKEN_VARIABLE, CacheConfig
-from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import ConfigError, SampleError
+from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
+from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.interop.importing import import_cache
+from latentcache.interop.readers import ForeignItem
 from latentcache.loading.status import status
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache import plan as planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.tasks import Shard
-from latentcache.store.upkeep import compact
+from latentcache.precache.workspace import open_workspace
+from latentcache.store.upkeep import compact, prune
 
 BATCH = 4
 MakeConfig = Callable[..., Config]
@@ -160,6 +166,33 @@ def test_packs_that_are_compacted_after_they_were_listed(service: Far, tmp_path:
         for key, entry in entries_by_key(range(16)).items():
             assert_same(store.get(key), entry)
     assert len(lists) > answered
+
+
+def test_a_prune_on_the_server_leaves_what_is_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fill(tmp_path / "far", range(2))
+    manifests = ManifestFolder(folder / "manifests")
+    for path in (manifests.file("photos"), manifests.path):
+        os.utime(path, (0, 0))  # before the server began to read
+    found = list[str]()
+
+    class PrunedMeanwhile(Foreign):
+        def items(self) -> Iterator[ForeignItem]:
+            yield from self.contents[:-1]
+            with pytest.raises(StoreError) as refused:
+                prune(folder, partial(keys_in_use, manifests))
+            found.append(str(refused.value))
+            yield self.contents[-1]
+
+    monkeypatch.setattr("latentcache.store.writer.PACK_ENTRIES", 2)
+    with serving_here(folder, token=TOKEN) as server:
+        monkeypatch.setenv(TOKEN_VARIABLE, str(server.write_token))
+        with open_workspace(CacheConfig(path=server.url)) as workspace:
+            foreign = PrunedMeanwhile(pairs(*map("{}.png".format, range(8))))
+            assert import_cache(foreign, workspace, name="foreign").num_samples == 8
+            with pytest.raises(DatasetError):  # not scaled as it says
+                import_cache(Foreign([image("a.png", std=0.01)]), workspace, name="other")
+        assert "not finished: foreign" in found[0] and not manifests.unfinished()
+        assert status(server.url).num_lost == 0
 
 
 def test_precache_fills_a_cache_elsewhere(far: Far, make_config: MakeConfig, tmp_path: Path, run: Run) -> None:
