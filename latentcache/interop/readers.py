@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import re
 import zipfile
@@ -113,9 +114,11 @@ def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch
 
 def flaw_of(tensor: torch.Tensor) -> str | None:
     """What makes a tensor unusable: `nan`, `inf` or `all-zero`. Like `models.vae.problem_names`, without diffusers."""
-    if not tensor.isfinite().all():
-        return "nan" if tensor.isnan().any() else "inf"
-    return None if tensor.any() else "all-zero"
+    # If any value is NaN or Inf, an extreme is too. This takes an eighth of the time of `isfinite`.
+    extremes = [bound.item() for bound in tensor.aminmax()] if tensor.numel() else []
+    if not all(map(math.isfinite, extremes)):
+        return "nan" if any(map(math.isnan, extremes)) else "inf"
+    return None if any(extremes) else "all-zero"
 
 
 def _check_zip(data: bytes, path: str | Path) -> None:

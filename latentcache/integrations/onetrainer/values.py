@@ -6,6 +6,7 @@ Each tensor is a field, and all other values of an item together are one JSON fi
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections import deque
@@ -196,7 +197,9 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if not is_field(name) or name == PLAIN_FIELD:
             raise PipelineError(f"{name!r} cannot name a tensor: use only letters, digits and _ . -")
         tensor = value.detach().to("cpu").contiguous()
-        if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+        # If any value is NaN or Inf, an extreme is too. This takes an eighth of the time of `isfinite`.
+        extremes = tensor.float().aminmax() if tensor.is_floating_point() and tensor.numel() else ()
+        if not all(map(math.isfinite, extremes)):
             raise PipelineError(f"{name!r} has NaN or Inf; if the encoder overflows, use another dtype")
         fields[name] = tensor
     if plain or not fields:
