@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from latentcache.precache.report import refusal_lines
+from latentcache.store.base import Report
 from latentcache.types import Refusal
 
 _ALL = "--json lists all"
@@ -39,7 +40,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class InteropReport:
+class InteropReport(Report):
     """The fields of both reports."""
 
     format: str
@@ -54,10 +55,6 @@ class InteropReport:
         """Count a note; None is ignored."""
         if text is not None:
             self.notes[text] = self.notes.get(text, 0) + 1
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, with refusals as {sample_id, path, reason, detail}."""
-        return asdict(self)
 
     def _note_lines(self) -> list[str]:
         return [f"note      {count} {note}" for note, count in self.notes.items()]
@@ -86,7 +83,7 @@ class ImportReport(InteropReport):
 
     def to_json(self) -> dict[str, Any]:
         """All fields, and the counts of refused and incomplete items."""
-        return asdict(self) | {"num_refused": len(self.refused), "num_incomplete": len(self.incomplete)}
+        return Report.to_json(self) | {"num_refused": len(self.refused), "num_incomplete": len(self.incomplete)}
 
     def to_text(self) -> str:
         """The report for people."""

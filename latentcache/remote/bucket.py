@@ -205,9 +205,6 @@ class BucketTransport(Transport):
 
         list(in_threads(remove, names))
 
-    def close(self) -> None:
-        """A no-op: nothing stays open between calls."""
-
 
 def _version_of(meta: ObjectMeta) -> str:
     # S3 and Azure compare ETags, Google compares generations.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 
 from latentcache.dataset.manifest import Manifest, manifest_bytes, read_manifest
-from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, note_file, noted_in, owner_of
+from latentcache.dataset.manifest_folder import NAME_PATTERN, SUFFIX, Manifests, note_file, noted_in, owner_of
 from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
 from latentcache.provenance import now
 from latentcache.remote.transport import ANY_VERSION, Transport
@@ -19,7 +18,7 @@ _FOLDER = "manifests"
 logger = logging.getLogger("latentcache")
 
 
-class RemoteManifests:
+class RemoteManifests(Manifests):
     """The manifests behind a transport: one file each, replaced only if it is still the version that was read.
 
     So no concurrent write is lost. RemoteError; ReadOnlyError if it was opened for reading.
@@ -86,11 +85,6 @@ class RemoteManifests:
         with suppress(FileNotFoundError, DatasetError):
             return bytes(self._transport.read(_file(name))[0]) == data
         return False
-
-    def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any, like `write`. `make` must read the current manifest first."""
-        if (manifest := make()) is not None:
-            self.write(manifest)
 
     def begin(self, name: str) -> None:
         """Note that a run works on the manifest. `write` removes the note."""
