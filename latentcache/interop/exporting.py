@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -42,6 +42,7 @@ class ExportSample:
     `latents` and, if the dataset has flips, `flipped` are [C, (F,) h, w]: unscaled, float32, on the CPU, the mean of
     stored moments. `geometry` and the stored `entry` are those of `latents`. `captions` are texts and their entries;
     the text is None if the import did not find the caption. `stem` is the sample_id without the suffix of an image.
+    `parts` has the latents of the control images, or the mask, for each role that the export takes.
     """
 
     row: Row
@@ -51,6 +52,7 @@ class ExportSample:
     flipped: torch.Tensor | None
     captions: tuple[tuple[str | None, Entry], ...]
     entry: Entry
+    parts: Mapping[PartRole, Sequence[torch.Tensor]]
 
 
 class Export:
@@ -121,8 +123,10 @@ class Export:
                 ref.geometry.flip: (ref.geometry, self._cache.get(ref.key)) for ref in row.images if ref.crop == 0
             }
             captions = [(caption.text, self._cache.get(caption.key)) for caption in row.captions if caption.key]
+            companions = [(ref.part, self._cache.get(ref.key)) for ref in row.parts_of()]
         except (EntryMissingError, EntryDamagedError) as error:
-            self._skip_unread(row, error)
+            self.report.num_unread += 1
+            self.skip(row, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
             return None
         if any(ref.crop for ref in row.images):
             self.report.note("several crops: only the first was exported")
@@ -138,21 +142,8 @@ class Export:
                 (None if entry.record.identity.get("source", "") is None else text, entry) for text, entry in captions
             ),
             entry=entry,
+            parts={role: [_latents_of(made) for part, made in companions if part == role] for role in self._takes},
         )
-
-    def parts(self, sample: ExportSample, role: PartRole) -> list[torch.Tensor] | None:
-        """The latents of a sample's control images, or its mask. None, and reported, if one is unreadable."""
-        refs = [ref for ref in sample.row.parts_of() if ref.part == role]
-        try:
-            entries = [self._cache.get(ref.key) for ref in refs]
-            return [entry.tensors["mask"] if role == "mask" else _latents_of(entry) for entry in entries]
-        except (EntryMissingError, EntryDamagedError) as error:
-            self._skip_unread(sample.row, error)
-            return None
-
-    def _skip_unread(self, row: Row, error: StoreError) -> None:
-        self.report.num_unread += 1
-        self.skip(row, "missing" if isinstance(error, EntryMissingError) else "corrupt", str(error))
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample` atomically.
@@ -197,7 +188,9 @@ def _inode(path: Path) -> tuple[int, int]:
 
 
 def _latents_of(entry: Entry) -> torch.Tensor:
-    """Latents [C, (F,) h, w] in float32; the mean if the entry holds moments."""
+    """Latents [C, (F,) h, w] in float32, the mean if the entry holds moments; or a mask as it is."""
+    if "mask" in entry.tensors:
+        return entry.tensors["mask"]
     if "latents" in entry.tensors:
         return entry.tensors["latents"].float()
     return latents_from_moments(entry.tensors["moments"][None].float())[0]

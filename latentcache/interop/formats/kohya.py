@@ -331,16 +331,14 @@ def export(
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
-        other, masks = _other_bucket(sample, rule), run.parts(sample, "mask")
-        if masks is None:
-            continue
+        other = _other_bucket(sample, rule)
         run.report.num_other_buckets += other is not None
         if other is not None and not with_resolution:
             run.skip(sample.row, "other-bucket", f"{other}: {REMEDY}")
         else:
             run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
             latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{layout.architecture}.npz")
-            arrays = _latent_arrays(sample, masks, with_resolution, layout, run)
+            arrays = _latent_arrays(sample, with_resolution, layout, run)
             if run.write(latents, _npz_bytes(arrays), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
         if not layout.text_suffix:
@@ -408,7 +406,7 @@ def _export_text(sample: ExportSample, path: Path, layout: TrainerFiles, run: Ex
 
 
 def _latent_arrays(
-    sample: ExportSample, masks: list[torch.Tensor], with_resolution: bool, layout: TrainerFiles, run: Export
+    sample: ExportSample, with_resolution: bool, layout: TrainerFiles, run: Export
 ) -> dict[str, np.ndarray]:
     geometry, report = sample.geometry, run.report
 
@@ -425,7 +423,7 @@ def _latent_arrays(
     }
     if sample.flipped is not None:
         arrays["latents_flipped"] = written(sample.flipped)
-    for mask in masks:  # at most one
+    for mask in sample.parts["mask"]:  # at most one
         arrays["alpha_mask"] = mask[0].numpy().repeat(_PIXELS, axis=0).repeat(_PIXELS, axis=1) / np.float32(255)
     height, width = sample.latents.shape[1:]
     return {f"{name}_{height}x{width}": array for name, array in arrays.items()} if with_resolution else arrays
