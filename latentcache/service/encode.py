@@ -111,11 +111,8 @@ def encode_router(state: ServiceState) -> APIRouter:
         With `"return": "keys"` the response is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the
         entry was cached before.
         """
-
-        def tasks_of() -> list[Task]:
-            return [encoder.prompt(prompt.text, negative=prompt.negative) for prompt in body.prompts]
-
-        tasks = await state.read(tasks_of)
+        asked = [(prompt.text, prompt.negative) for prompt in body.prompts]
+        tasks = await state.read(lambda: [encoder.prompt(text, negative=negative) for text, negative in asked])
         headers = {KEYS_HEADER: ",".join(task.key for task in tasks)}
         return await entries.answer(request, tasks, [{"key": task.key} for task in tasks], body.wanted, headers)
 

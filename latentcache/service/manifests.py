@@ -99,14 +99,7 @@ def served_names(folder: ManifestFolder) -> list[str]:
 
 
 def _listed(folder: ManifestFolder) -> ManifestList:
-    found = []
-    for name in served_names(folder):
-        try:
-            found.append(_facts(folder, name))
-        except DatasetError as error:
-            found.append(ManifestFacts(name=name, error=str(error)))
-        except RequestRefused:
-            continue  # removed since it was listed
+    found = [facts for name in served_names(folder) if (facts := _facts(folder, name)) is not None]
     return ManifestList(manifests=found, unfinished=folder.unfinished())
 
 
@@ -128,8 +121,14 @@ def _opened(folder: ManifestFolder, name: str) -> tuple[ManifestFacts, BinaryIO]
     return facts, file
 
 
-def _facts(folder: ManifestFolder, name: str) -> ManifestFacts:
-    facts, file = _opened(folder, name)
+def _facts(folder: ManifestFolder, name: str) -> ManifestFacts | None:
+    """A manifest's facts; None if there is no such manifest."""
+    try:
+        facts, file = _opened(folder, name)
+    except RequestRefused:
+        return None
+    except DatasetError as error:
+        return ManifestFacts(name=name, error=str(error))
     file.close()
     return facts
 
@@ -166,19 +165,10 @@ def _take(folder: ManifestFolder, name: str, request: Request) -> tuple[Manifest
             del data  # Windows cannot rename a mapped file
             # Of two clients that replace the same version, in any process, only the first succeeds.
             held.enter_context(folder.lock())
-            etag = _etag(folder, name)
-            _check_conditions(request.headers, etag)
+            before = _facts(folder, name)
+            _check_conditions(request.headers, None if before is None else before.etag or _DAMAGED)
         folder.end(name, "")
-    return facts, etag is None
-
-
-def _etag(folder: ManifestFolder, name: str) -> str | None:
-    try:
-        return _facts(folder, name).etag
-    except RequestRefused:
-        return None
-    except DatasetError:
-        return _DAMAGED
+    return facts, before is None
 
 
 def _check_conditions(asked: Mapping[str, str], etag: str | None) -> None:
