@@ -185,6 +185,7 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
+        self._has_vanished = True  # whether the source's packs must be listed, again if some were compacted meanwhile
         self._lost: dict[str, set[str]] = {}  # the damaged entries of each pack that was refused
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
@@ -194,20 +195,24 @@ class Move:
         """
         progress = progress or Progress()
         manifests = self._manifests(names)
-        # After reading the manifests: the entries that they name were sealed before they were written.
-        (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
-        staying = packs.keys() - leaving  # entries of leaving packs are in other packs too, or reported missing below
-        new = sorted(staying - (self._there.keys() - dying))
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
-        self.report.num_there = len(staying) - len(new)
-        progress.start("move packs", len(new))
-        for pack, num_bytes in self._moved(new, packs, wanted):
-            self.report.num_there += num_bytes == 0 and pack not in self.report.refused
-            progress.advance()
-        progress.finish()
+        seen = set[str]()
+        while self._has_vanished:
+            # After reading the manifests: the entries that they name were sealed before they were written.
+            (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
+            # Entries of leaving packs are in other packs too, or reported missing below.
+            staying = packs.keys() - leaving - seen
+            new = sorted(staying - (self._there.keys() - dying))
+            seen, self._has_vanished = seen | staying, False
+            self.report.num_there += len(staying) - len(new)
+            progress.start("move packs", len(new))
+            for pack, num_bytes in self._moved(new, packs, wanted):
+                self.report.num_there += num_bytes == 0 and pack not in self.report.refused
+                progress.advance()
+            progress.finish()
         for manifest in manifests:
             try:
-                self._move_manifest(manifest, packs)
+                self._move_manifest(manifest)
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         for pack, lost in self._lost.items():
@@ -242,8 +247,7 @@ class Move:
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            again = "run the same command again to find its entries in other packs"
-            self.report.refused[pack] = f"was deleted after it was listed: {again}"
+            self._has_vanished = True
         except StoreError as error:
             # Concerns only this pack: it is archived, for instance, or was found damaged.
             is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED
@@ -300,7 +304,7 @@ class Move:
         new = manifest if theirs is None or self.replace else merged(theirs, manifest)
         return None if new == theirs else new
 
-    def _move_manifest(self, manifest: Manifest, sizes: dict[str, int]) -> None:
+    def _move_manifest(self, manifest: Manifest) -> None:
         """Write the manifest to the target, once all of its entries are there. DatasetError if it is refused."""
         if not self.dry_run:
             self._there, _ = self.target.packs()  # packs may have been removed meanwhile
@@ -309,6 +313,7 @@ class Move:
         if self.dry_run:  # after `find`, the source's table also has the entries of leaving packs
             missing -= self.source.index.find(missing) | self.source.index.table.find(list(missing))
         elif missing:
+            sizes, _ = self.source.packs()
             for _ in self._moved(sorted(sizes), sizes, missing):
                 pass
             missing = keys - self.target.index.find(keys)

@@ -21,7 +21,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import RemoteError
 from latentcache.remote.transfer import transfer
 from latentcache.store import DiskStore
-from latentcache.store.upkeep import verify
+from latentcache.store.upkeep import compact, verify
 
 Run = Callable[..., Any]
 
@@ -131,6 +131,24 @@ def test_two_caches_are_pushed_at_once(tmp_path: Path, far: Far) -> None:
     assert transfer(far.url, tmp_path / "back").ok
     assert dict(manifest_of(tmp_path / "back").rows) == dict(make_manifest(numbers=range(56)).rows)
     check(tmp_path / "back", range(56))
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_packs_that_are_compacted_during_a_pull(tmp_path: Path, service: Far, which: int) -> None:
+    """After the first, the second or the third list of packs that the pull reads."""
+    assert service.folder is not None
+    folder, lists = fill(service.folder, range(16), per_pack=2), list[str]()
+
+    def compact_then(path: str, status: int, data: bytes) -> bytes:
+        lists.extend([path] if path.endswith("/packs") else [])
+        if path.endswith("/packs") and len(lists) == which:
+            compact(folder)
+        return data
+
+    service.relay.change = compact_then
+    report = transfer(service.url, tmp_path / "back")
+    assert report.ok and report.manifests == ["photos"], report.refused
+    check(tmp_path / "back", range(16))
 
 
 def test_what_is_damaged_in_one_pack_and_whole_in_another_is_no_fault(tmp_path: Path, service: Far) -> None:
