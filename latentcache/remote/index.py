@@ -21,7 +21,6 @@ from latentcache.store.table import LocationTable
 
 LISTED_S = 60.0
 """How long a list of packs stays valid for keys that it has, and in a writer also for keys that it lacks."""
-_MAX_LISTS = 10  # how often packs are listed anew because some were deleted before their headers were read
 _HEAD_BYTES = 64 << 10  # the first read of a pack covers its header, and the keys and digests of a thousand entries
 
 logger = logging.getLogger("latentcache")
@@ -65,7 +64,8 @@ class FarIndex:
             began = time.monotonic()
             if began - self._listed_at < max_age_s:
                 return
-            for _ in range(_MAX_LISTS):
+            vanished, is_whole = set[str](), False
+            while not is_whole:
                 # Removals first: the packs that replace a listed one are then among the packs.
                 listed = removals_in(self._transport).items()
                 there = {pack: each.num_bytes for pack, each in packs_in(self._transport).items()}
@@ -79,8 +79,9 @@ class FarIndex:
                 self._listed_at = began
                 if gone and there and self._tier is not None:  # an empty listing may come from a wrong URL
                     self._tier.remove(gone)
-                if there.keys() <= self.sizes.keys() | self.unreadable.keys():
-                    break  # otherwise a compaction has moved the entries of a listed pack to a new one
+                # Not if a compaction has moved the entries of a listed pack to a new one, which the next list has.
+                unknown = there.keys() - self.sizes.keys() - self.unreadable.keys()
+                is_whole, vanished = unknown <= vanished, vanished | unknown
 
     def find(self, keys: Collection[str], max_age_s: float = 0.0) -> set[str]:
         """The keys whose entries exist and will stay: an entry only in packs that are listed for removal is left out.
