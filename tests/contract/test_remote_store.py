@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from helpers.serving import serving
-from helpers.tensor_bits import same_bits
+from helpers.tensor_bits import read_batch, same_bits
 from store_contract import StoreContract, keys_of, make_entry, stacked
 
 from latentcache.errors import StoreError
 from latentcache.remote.service import ServiceTransport
 from latentcache.remote.store import RemoteStore
 from latentcache.store import DiskStore
-from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact
 
 

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from helpers.tensor_bits import read_batch
 from store_contract import RemovingStoreContract, assert_holds, make_entry, make_text
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact, verify
 
 LENGTHS = [3, 1, 7, 3, 2]

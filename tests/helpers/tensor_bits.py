@@ -1,10 +1,13 @@
-"""Tensors of arbitrary bits, including NaN, and their comparison."""
+"""Tensors of arbitrary bits, including NaN, their comparison, and those of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+
+from latentcache.store.base import Store
+from latentcache.store.batch import stack
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -27,3 +30,8 @@ def assert_same_state(module: torch.nn.Module, expected: Mapping[str, torch.Tens
     state = module.state_dict()
     assert state.keys() == expected.keys()
     assert all(same_bits(state[name], expected[name]) for name in expected)  # torch compares no float8
+
+
+def read_batch(store: Store, keys: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Entries as one tensor [n, *shape] per field. No keys give no tensors."""
+    return stack(keys, store.rows(keys)) if keys else {}

@@ -15,6 +15,7 @@ import torch
 from helpers.relay import Relay
 from helpers.remote_samples import NUM_SAMPLES, entries_of, make_cache
 from helpers.serving import TOKEN, RunningServer, served_store, wait_until
+from helpers.tensor_bits import read_batch
 from obstore.store import LocalStore
 
 from latentcache.errors import EntryMissingError, StoreError
@@ -22,7 +23,6 @@ from latentcache.remote import tier
 from latentcache.remote.bucket import BucketTransport
 from latentcache.remote.store import RemoteStore
 from latentcache.store import directory
-from latentcache.store.batch import read_batch
 
 MAPS = Path("/proc/self/maps")
 IMAGES = [entries_of(number)[0] for number in range(0, NUM_SAMPLES, 2)]  # one bucket

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tensor_bits import read_batch
 from store_samples import assert_holds, flip, key, meet, packs, raise_, run, same, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, StorageFullError, StoreError
 from latentcache.store import DiskStore, disk, pack
-from latentcache.store.batch import read_batch
 from latentcache.store.entry import own_entry
 from latentcache.store.index import Index
 from latentcache.store.pack import new_pack_id, write_pack

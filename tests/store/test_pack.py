@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from helpers.tensor_bits import bits
+from helpers.tensor_bits import bits, read_batch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from store_samples import packs, same, sample, samples, text
@@ -16,7 +16,7 @@ from store_samples import packs, same, sample, samples, text
 from latentcache.errors import PackError
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
-from latentcache.store.batch import own_tensors, read_batch
+from latentcache.store.batch import own_tensors
 from latentcache.store.entry import own_entry
 from latentcache.store.layout import PackRow
 from latentcache.store.pack import WholePack, map_pack, new_pack_id, read_row, write_pack

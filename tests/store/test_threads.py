@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
+from helpers.tensor_bits import read_batch
 from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError
 from latentcache.store import DiskStore, reader
-from latentcache.store.batch import read_batch
 from latentcache.store.upkeep import compact
 
 NUMBERS = range(12)

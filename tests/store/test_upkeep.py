@@ -9,6 +9,7 @@ import sqlite3
 import time
 
 import pytest
+from helpers.tensor_bits import read_batch
 from store_samples import (
     CLEAN,
     assert_dies,
@@ -29,7 +30,7 @@ from store_samples import (
 from latentcache import LatentCache
 from latentcache.errors import EntryMissingError, StorageFullError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, upkeep, writer
-from latentcache.store.batch import read_batch, stack
+from latentcache.store.batch import stack
 from latentcache.store.pack import new_pack_id
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 

@@ -36,7 +36,7 @@ from latentcache.integrations.onetrainer.values import (
     values_of,
 )
 from latentcache.precache.memo import Memo
-from latentcache.store.batch import read_batch
+from latentcache.store.batch import own_fields
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import expanded
@@ -265,7 +265,7 @@ class CacheModule:
         return text
 
     def _read(self, key: str) -> dict[str, Any]:
-        tensors = {name: rows[0] for name, rows in read_batch(self._store, [key]).items()}
+        tensors = own_fields(self._store.rows([key])[0])
         device = torch.device(self.pipeline.device)
         if device.type != "cpu":
             plain = {PLAIN_FIELD: tensors.pop(PLAIN_FIELD)} if PLAIN_FIELD in tensors else {}
