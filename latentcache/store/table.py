@@ -224,11 +224,10 @@ class LocationTable:
         self._reasons.setdefault("", {})[key] = reason
 
     def keys(self) -> Iterator[str]:
-        """All live keys, oldest pack first."""
-        for part in self._parts:
-            rows = np.flatnonzero(part.live)
-            for start in range(0, len(rows), _CHUNK):
-                yield from part.names(rows[start : start + _CHUNK])
+        """All keys that are live at this call, oldest pack first."""
+        live = [(part, np.flatnonzero(part.live)) for part in self._parts]
+        chunks = ((part, rows[at : at + _CHUNK]) for part, rows in live for at in range(0, len(rows), _CHUNK))
+        return chain.from_iterable(part.names(rows) for part, rows in chunks)
 
     def empty_packs(self) -> set[str]:
         """The packs without live entries."""

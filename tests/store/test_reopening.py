@@ -195,3 +195,13 @@ def test_packs_that_the_system_refuses_to_look_at_once_are_not_lost(root, monkey
         DiskStore(root).close()
     with DiskStore(root) as store:
         assert_knows(store, {1, 2, 3})
+
+
+def test_keys_are_those_of_the_call_whatever_changes_while_they_are_read(root):
+    with DiskStore(root) as store:
+        for numbers in (range(10), [10, 11]):
+            store.add(samples(*numbers))
+        keys = store.keys()
+        first = next(keys)
+        store.remove([key(10)])
+        assert sorted([first, *keys]) == sorted(map(key, range(12)))
