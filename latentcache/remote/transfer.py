@@ -185,7 +185,7 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
-        self._has_vanished = True  # whether the source's packs must be listed, again if some were compacted meanwhile
+        self._vanished: list[str] = []  # the packs that were gone, compacted perhaps, since they were last listed
         self._lost: dict[str, set[str]] = {}  # the damaged entries of each pack that was refused
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
@@ -196,20 +196,21 @@ class Move:
         progress = progress or Progress()
         manifests = self._manifests(names)
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
-        seen = set[str]()
-        while self._has_vanished:
+        seen, is_whole = set[str](), False
+        while not is_whole:
             # After reading the manifests: the entries that they name were sealed before they were written.
             (packs, leaving), (self._there, dying) = self.source.packs(), self.target.packs()
             # Entries of leaving packs are in other packs too, or reported missing below.
             staying = packs.keys() - leaving - seen
             new = sorted(staying - (self._there.keys() - dying))
-            seen, self._has_vanished = seen | staying, False
+            seen, self._vanished = seen | staying, []
             self.report.num_there += len(staying) - len(new)
             progress.start("move packs", len(new))
             for pack, num_bytes in self._moved(new, packs, wanted):
                 self.report.num_there += num_bytes == 0 and pack not in self.report.refused
                 progress.advance()
             progress.finish()
+            is_whole, self.report.num_there = not self._vanished, self.report.num_there - len(self._vanished)
         for manifest in manifests:
             try:
                 self._move_manifest(manifest)
@@ -247,7 +248,7 @@ class Move:
         except (StorageFullError, ReadOnlyError, StoreBusyError):
             raise
         except FileNotFoundError:
-            self._has_vanished = True
+            self._vanished.append(pack)
         except StoreError as error:
             # Concerns only this pack: it is archived, for instance, or was found damaged.
             is_refused = isinstance(error, RemoteError) and error.url == self.source.name and error.status in REFUSED

@@ -148,6 +148,7 @@ def test_packs_that_are_compacted_during_a_pull(tmp_path: Path, service: Far, wh
     service.relay.change = compact_then
     report = transfer(service.url, tmp_path / "back")
     assert report.ok and report.manifests == ["photos"], report.refused
+    assert (report.num_packs, report.num_there) == (len(packs_of(tmp_path / "back")), 0), "what is gone is not there"
     check(tmp_path / "back", range(16))
 
 
