@@ -6,7 +6,6 @@ Each tensor is a field, and all other values of an item together are one JSON fi
 from __future__ import annotations
 
 import json
-import math
 import random
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from latentcache.errors import PipelineError, PipelineStopped
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.items import Item
+from latentcache.interop.readers import flaw_of
 from latentcache.phases.state import RandomStreams
 from latentcache.store.base import Store
 from latentcache.store.entry import is_field
@@ -197,9 +197,7 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if not is_field(name) or name == PLAIN_FIELD:
             raise PipelineError(f"{name!r} cannot name a tensor: use only letters, digits and _ . -")
         tensor = value.detach().to("cpu").contiguous()
-        # If any value is NaN or Inf, an extreme is too. This takes an eighth of the time of `isfinite`.
-        extremes = tensor.float().aminmax() if tensor.is_floating_point() and tensor.numel() else ()
-        if not all(map(math.isfinite, extremes)):
+        if tensor.is_floating_point() and flaw_of(tensor.float()) in ("nan", "inf"):
             raise PipelineError(f"{name!r} has NaN or Inf; if the encoder overflows, use another dtype")
         fields[name] = tensor
     if plain or not fields:
