@@ -313,17 +313,9 @@ class RowTable(Mapping[str, Row]):
     # As columns
 
     def entry_keys(self, *, usable: bool = False) -> np.ndarray:
-        """The keys of all images and companions, then of all captions, with duplicates: uint8 [n, 32].
-
-        `usable` leaves out refused rows.
-        """
-        found = []
-        for name in ("image", "caption"):
-            keys = self.columns[f"{name}/keys"]
-            if usable:
-                keys = keys[np.repeat(self._is_usable, np.diff(self.columns[f"{name}/offsets"]))]
-            found.append(keys[keys.any(1)])
-        return np.concatenate(found)
+        """The key of each image and companion, then of each caption: uint8 [n, 32]. `usable`: not of refused rows."""
+        names = ("image", "caption")
+        return np.concatenate([self.columns[f"{name}/keys"][self._has_key(name, usable)] for name in names])
 
     def ranges(self, name: str, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The first and the end position of these rows' images or captions (`name`: image or caption): int64 [n]."""
@@ -381,6 +373,11 @@ class RowTable(Mapping[str, Row]):
         num_before = np.append(0, np.cumsum(flags != 0))
         return np.asarray(np.diff(num_before[self.columns[f"{name}/offsets"]]) > 0)
 
+    def _has_key(self, name: str, usable: bool) -> np.ndarray:
+        """Which images or captions (`name`) have a key; `usable` leaves out those of refused rows: bool [n]."""
+        rows = self._is_usable | (not usable)
+        return self.columns[f"{name}/keys"].any(1) & np.repeat(rows, np.diff(self.columns[f"{name}/offsets"]))
+
     def _has_any(self, flags_of: Callable[[str], np.ndarray]) -> np.ndarray:
         """Which rows have an image or caption whose flag is set: bool [n]. `flags_of` gives the flags of each."""
         return np.asarray(self._has("image", flags_of("image")) | self._has("caption", flags_of("caption")))
@@ -402,8 +399,13 @@ class RowTable(Mapping[str, Row]):
 
     def lacking(self, has: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """The numbers of the usable rows that lack an entry, ascending. `has` is that of a store."""
-        lost = self._has_any(lambda name: (keys := self.columns[f"{name}/keys"]).any(1) & ~has(keys))
-        return np.flatnonzero(lost & self._is_usable)
+
+        def lost(name: str) -> np.ndarray:
+            flags, keys = self._has_key(name, usable=True), self.columns[f"{name}/keys"]
+            flags[flags] = ~has(keys[flags])  # of no others: for an unknown key, a far store lists its packs again
+            return flags
+
+        return np.flatnonzero(self._has_any(lost))
 
     def without_caption(self) -> np.ndarray:
         """The numbers of the usable rows whose only text is empty, ascending."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from helpers.remote_samples import entries_by_key, entries_of, make_cache, make_
 from obstore.store import MemoryStore
 
 from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader
+from latentcache.dataset.row_table import Ref, RowTable
 from latentcache.errors import EntryDamagedError, RemoteError, StoreError
 from latentcache.loading.sampler import Places
 from latentcache.remote.bucket import BucketTransport
@@ -27,6 +29,7 @@ from latentcache.remote.upkeep import prune, verify
 from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
 from latentcache.store.pack import read_row
+from latentcache.types import Refusal
 
 ENTRIES = entries_by_key(range(24))
 KEYS = list(ENTRIES)
@@ -208,6 +211,21 @@ def test_a_pack_that_is_listed_and_never_comes_is_an_error_in_the_end(bucket: Co
         for call in (store.get, store.record, lambda key: store.rows([key])):
             with pytest.raises(EntryDamagedError, match="gone"):
                 call(KEYS[0])
+
+
+def test_what_samples_do_without_costs_no_list_of_packs(
+    bucket: CountingBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caption that is not encoded, and the entries of a refused sample."""
+    rows = dict(make_manifest(numbers=range(24)).rows)
+    rows["0.png"] = replace(rows["0.png"], captions=(Ref.of_text("a caption", ""),))
+    refused = make_manifest(numbers=range(30, 31)).rows["30.png"]
+    rows["30.png"] = replace(refused, refusal=Refusal("30.png", "30.png", "corrupt", "it ends early"))
+    listed = list[str]()
+    with RemoteStore(bucket, local=tmp_path / "local") as store:
+        store.find(KEYS)
+        monkeypatch.setattr(bucket, "list", lambda folder: listed.append(folder) or {})
+        assert not RowTable.of(rows).lacking(store.has).size and not listed
 
 
 def test_an_error_while_packs_are_read_again_loses_nothing(bucket: CountingBucket, tmp_path: Path) -> None:
