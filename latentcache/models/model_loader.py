@@ -281,10 +281,11 @@ class LoadedModels(Models):
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
         found = self._given(part)
-        for name, child in found.named_modules() if isinstance(found, torch.nn.Module) else ():
+        own = {child: name for name, child in found.named_modules()} if isinstance(found, torch.nn.Module) else {}
+        for child, name in own.items():
             # kohya's and LyCORIS' adapters are modules outside, with weights of their own.
             owner = getattr(vars(child).get("forward"), "__self__", child)
-            if owner is not child:
+            if owner not in own:
                 met = f"{name or 'its module'} runs the forward of a {type(owner).__name__}, which is no part of it"
                 raise ModelError(f"{part}: {met}. Merge that, or remove it before caching.", part=part)
         return self._identity_of(part, found, dtype)

@@ -221,10 +221,8 @@ class ScheduleFreeMode(Averages):
         for holder in self._modes:
             holder["train_mode"] = True
         self._put_back()
-        is_in_train = is_training(self._optimizer)
-        return (
-            [] if is_in_train == self._was_training else [f"optimizer: is in {'train' if is_in_train else 'eval'} mode"]
-        )
+        now = is_training(self._optimizer)
+        return [] if now == self._was_training else [f"optimizer: is in {'train' if now else 'eval'} mode"]
 
 
 def ema_mismatch(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:

@@ -24,6 +24,7 @@ from latentcache.families import FamilyName, family_named
 from latentcache.models import part_identity
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
+from latentcache.phases.phases import Phases
 
 
 def test_what_counts_of_a_tokenizer(parts):
@@ -125,6 +126,15 @@ def test_a_forward_of_another_module_is_refused():
         LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
     layer.forward = plain
     assert LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
+
+
+def test_a_compiled_module_that_a_phase_runs_eagerly_is_no_other():
+    """The wrapper of `torch.compile` then runs the forward of the module inside."""
+    vae = tiny_parts()["vae"].requires_grad_(False)
+    before = LoadedModels(vae=vae).identity("vae", F32)
+    vae.decoder = torch.compile(vae.decoder, backend="eager")
+    with Phases({"vae": vae}, device="cpu").enter("validate"):
+        assert LoadedModels(vae=vae).identity("vae", F32) == before
 
 
 def test_strides_ties_and_the_layout_of_a_release_do_not_count():
