@@ -77,8 +77,8 @@ class Export:
         self._cache, self._takes = cache, takes
         self._overwrite = options.get("overwrite", False)
         self._progress = options.get("progress") or Progress()
-        self._written: set[tuple[int, int]] = set()
-        """Written files, by device and inode: names that differ by case may name one file."""
+        self._written: set[tuple[int, ...]] = set()
+        """Written files, by inode and device: names that differ by case may name one file."""
         self.manifest = cache.manifest(name)
         self.scaling = cache.scaling(self.manifest)
         family = str(self.manifest.common.get("family", DEFAULT))
@@ -151,7 +151,7 @@ class Export:
         If it exists already or its name is too long, this is reported and False is returned. Raises ReadOnlyError,
         StorageFullError or StoreError.
         """
-        is_taken = os.path.exists(path) and _inode(path) in self._written
+        is_taken = os.path.exists(path) and path.stat()[1:3] in self._written
         if is_taken or (os.path.exists(path) and not self._overwrite):
             detail = "another sample has this file" if is_taken else "it exists already: give --overwrite"
             self.skip(sample.row, "duplicate", detail, path)
@@ -165,7 +165,7 @@ class Export:
             detail = f"its name has {len(path.name)} characters, too many for this file system"
             self.skip(sample.row, "unreadable", detail, path)
             return False
-        self._written.add(_inode(path))
+        self._written.add(path.stat()[1:3])
         return True
 
     @contextmanager
@@ -180,11 +180,6 @@ class Export:
             yield fd
             self.report.bytes_written += os.fstat(fd).st_size
         self.report.num_files += 1
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
 
 
 def _latents_of(entry: Entry) -> torch.Tensor:

@@ -71,8 +71,7 @@ class FarIndex:
                 there = {pack: each.num_bytes for pack, each in packs_in(self._transport).items()}
                 leaving = {pack: note.num_bytes for pack, note in listed if pack in there}
                 is_first = self._listed_at == -math.inf
-                known = self._tier.packs() if is_first and self._tier is not None else self.sizes.keys()
-                gone = known - there.keys()
+                gone = (self._tier.packs() if is_first and self._tier else self.sizes.keys()) - there.keys()
                 if there != self.sizes or leaving != self.leaving:
                     self.unreadable = {}
                     self._rebuild(there, leaving)
