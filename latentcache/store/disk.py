@@ -319,10 +319,9 @@ class DiskStore(PackReader):
             with sealed_file(path, num_bytes) as fd:
                 for part in chunks:
                     write_all(fd, part)
-                if row is None:
-                    row = (whole := WholePack.in_file(path, fd)).row
-                    for key, problem in whole.problems():
-                        raise PackError(path, f"entry {key}: {problem}")
+                row = row or WholePack.in_file(path, fd).checked_row(
+                    path
+                )  # unmapped then: Windows renames no mapped file
                 # From here on upkeep must not see a pack that is not in the index.
                 held.enter_context(self.lock("taking a pack", shared=True))
             return self.add_row(row)

@@ -416,6 +416,12 @@ class WholePack:
             if (problem := self.problem(key, self.row.location(at))) is not None:
                 yield key, problem
 
+    def checked_row(self, path: Path) -> PackRow:
+        """Check every entry and return the pack's row. PackError naming `path` if one is damaged."""
+        for key, problem in self.problems():
+            raise PackError(path, f"entry {key}: {problem}")
+        return self.row
+
     def entry(self, key: str, location: Location) -> OwnedEntry | str:
         """The entry, with values that are views of the pack, or the reason why it is damaged."""
         found, group = self.verified(key, location), location.group

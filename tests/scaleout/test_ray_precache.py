@@ -62,6 +62,7 @@ class Encoding(Progress):
     """Calls `act` with the number of encoded entries whenever it changes."""
 
     def __init__(self, act: Callable[[int], None]):
+        super().__init__()
         self._act, self._num_encoded, self._stage = act, 0, ""
 
     def start(self, stage: str, total: int | None) -> None:
