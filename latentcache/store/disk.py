@@ -319,9 +319,8 @@ class DiskStore(PackReader):
             with sealed_file(path, num_bytes) as fd:
                 for part in chunks:
                     write_all(fd, part)
-                row = row or WholePack.in_file(path, fd).checked_row(
-                    path
-                )  # unmapped then: Windows renames no mapped file
+                # The mapped pack gets no name here: Windows renames no mapped file.
+                row = row or WholePack.in_file(path, fd).checked_row(path)
                 # From here on upkeep must not see a pack that is not in the index.
                 held.enter_context(self.lock("taking a pack", shared=True))
             return self.add_row(row)
