@@ -246,8 +246,8 @@ def prune(
         if not dry_run:
             disk.drop_empty(gone)
             gone -= disk.table.packs.keys()
-            if max_bytes is None:
-                disk.remove(disk.table.damaged().keys() - set(key_names(kept)))
+            if max_bytes is None and (damaged := disk.table.damaged()):
+                disk.remove(damaged.keys() - set(key_names(kept)))
             bytes_left = sum(disk.directory.pack_sizes().values())
         return PruneReport(
             num_entries=num_removed,
