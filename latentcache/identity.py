@@ -63,6 +63,11 @@ def key_names(keys: np.ndarray) -> list[str]:
     return [digits[at : at + 64] for at in range(0, len(digits), 64)]
 
 
+def sortable(keys: np.ndarray) -> np.ndarray:
+    """Keys, uint8 [n, 32], as one sortable numpy value each."""
+    return keys.view("S32").reshape(-1)
+
+
 def key_of(identity: Mapping[str, Any]) -> str:
     """The key of an entry with this identity in its JSON form: 64 hexadecimal digits."""
     return digest(canonical_json(identity))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import latentcache
 
-MAX_LINES = 36426
+MAX_LINES = 36425
 
 
 def test_the_package_does_not_grow() -> None:

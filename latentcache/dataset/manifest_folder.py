@@ -207,9 +207,7 @@ def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -
 def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> np.ndarray:
     """The keys of all manifests, which `prune` must keep: uint8 [n, 32].
 
-    `unfinished` gives up what unfinished runs encoded.
-
-    Raises StoreError without any manifest, and while a run is unfinished.
+    Raises StoreError without any manifest, and while a run is unfinished: `unfinished` gives up what such runs encoded.
     """
     path, names = manifests.path.parent, manifests.names()
     if not names:  # an unfinished first run has entries, and no manifest yet

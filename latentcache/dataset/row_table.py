@@ -31,7 +31,7 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.config import MAX_CONTROLS
-from latentcache.identity import is_key
+from latentcache.identity import is_key, sortable
 from latentcache.types import MAX_SIDE, Crop, Geometry, Refusal, Size
 
 COLUMNS: Mapping[str, tuple[str, int, str | None]] = {
@@ -420,8 +420,8 @@ class RowTable(Mapping[str, Row]):
 
     def rows_with(self, keys: Iterable[str]) -> list[int]:
         """The numbers of the rows that have any of these keys, ascending."""
-        wanted = _sortable(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, _DIGEST_BYTES))
-        found = self._has_any(lambda name: np.isin(_sortable(self.columns[f"{name}/keys"]), wanted))
+        wanted = sortable(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, _DIGEST_BYTES))
+        found = self._has_any(lambda name: np.isin(sortable(self.columns[f"{name}/keys"]), wanted))
         return [*map(int, np.flatnonzero(found))]
 
 
@@ -544,11 +544,6 @@ def check_geometry(geometry: Geometry) -> None:
     numbers = np.array(_numbers_of(geometry))
     if len(wrong := numbers[(numbers < _LEAST) | (numbers > _MOST)]):
         raise ValueError(f"a geometry contains {wrong[0]}; sides must be 1 to {MAX_SIDE} pixels, crops 0 or more")
-
-
-def _sortable(digests: np.ndarray) -> np.ndarray:
-    """Digests, uint8 [n, 32], as one sortable numpy value each."""
-    return np.asarray(np.ascontiguousarray(digests).view(f"S{_DIGEST_BYTES}").reshape(-1))
 
 
 def _hex(digest: np.ndarray) -> str:

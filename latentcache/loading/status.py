@@ -139,7 +139,7 @@ def status_of(
         str(path),
         stats.to_json(),
         # Entries may have come since they were counted.
-        num_unused=max(0, num_entries - len(np.unique(np.concatenate(used).view("S32")))),
+        num_unused=max(0, num_entries - len(np.unique(np.concatenate(used), axis=0))),
         num_damaged=stats.num_damaged,
         num_lost=sum(manifest.num_lost for manifest in counted),
         num_refused=sum(manifest.num_refused for manifest in counted),

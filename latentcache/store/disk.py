@@ -20,10 +20,11 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
+from latentcache.identity import sortable
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entry import OwnedEntry
 from latentcache.store.index import Index, Position, Rows, Transaction, process_lock
-from latentcache.store.layout import KEY_BYTES, Location, PackRow, drop_copies
+from latentcache.store.layout import Location, PackRow, drop_copies
 from latentcache.store.pack import WholePack, new_pack_id, read_row, write_pack
 from latentcache.store.reader import PackReader
 from latentcache.store.table import LocationTable
@@ -455,8 +456,8 @@ def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str
             refused[pack] = error
             continue
         rows[pack] = row
-    keys = {pack: row.keys.view(f"S{KEY_BYTES}").ravel() for pack, row in rows.items()}
-    names, counts = np.unique(np.concatenate([*keys.values(), np.zeros(0, f"S{KEY_BYTES}")]), return_counts=True)
+    keys = {pack: sortable(row.keys) for pack, row in rows.items()}
+    names, counts = np.unique(np.concatenate([*keys.values(), np.zeros(0, "S32")]), return_counts=True)
     for pack, own in keys.items() if len(copied := names[counts > 1]) else ():
         with suppress(FileNotFoundError, StoreError):  # found when it is read
             whole, row = WholePack.in_file(directory.pack_path(pack)), rows[pack]

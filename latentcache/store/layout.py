@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from latentcache.identity import key_names
+from latentcache.identity import key_names, sortable
 from latentcache.store.entry import ARRAY_DTYPES, Description, description_of
 
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
@@ -211,7 +211,7 @@ def drop_copies(rows: Sequence[PackRow]) -> None:
     live = np.flatnonzero(np.concatenate([row.live for row in rows]))
     keys = np.concatenate([row.keys for row in rows])[live]
     first = np.zeros(sum(len(row.keys) for row in rows), bool)
-    first[live[np.unique(keys.view(f"S{KEY_BYTES}").ravel(), return_index=True)[1]]] = True
+    first[live[np.unique(sortable(keys), return_index=True)[1]]] = True
     for row, end in zip(rows, accumulate(len(row.keys) for row in rows), strict=True):
         row.live[:] = first[end - len(row.keys) : end]
 
